@@ -1,0 +1,200 @@
+"""The text backbone: wiring only. A causal encoder, a decoder that begins at the last KV source, and a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from v41lib.config import Config, TextConfig
+from v41lib.nn.attention import Attention, Record
+from v41lib.nn.hyper import HyperConnection, collapse, expand
+from v41lib.nn.moe import MoE
+from v41lib.nn.norm import RMSNorm
+from v41lib.nn.shared import Shared
+from v41lib.plan import LayerPlan, first_decoder_layer, plan_layers
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What flows from layer to layer: ``streams [B,S,R,M]`` and the carried ``pre [B,S,R]`` FP32 that reads them."""
+
+    streams: Tensor
+    pre: Tensor
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The encoder's result: the residual entering the decoder, and the global KV that the whole decoder shares.
+
+    ``is_image [B,S]`` marks image tokens, None when there are none.
+    """
+
+    residual: Residual
+    shared: Shared
+    is_image: Tensor | None = None
+
+
+class Block(nn.Module):
+    """One layer: attention, then experts, each reading the streams through the previous sublayer's pre (SPEC 3)."""
+
+    def __init__(self, text: TextConfig, plan: LayerPlan, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.plan = plan
+        mixer = (text.hc_mult, text.hidden_size, text.hc_sinkhorn_iters, text.hc_eps, text.rms_norm_eps)
+        self.hc_attn, self.hc_ffn = HyperConnection(*mixer), HyperConnection(*mixer)
+        self.attn_norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
+        self.ffn_norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
+        self.attn = Attention(text, plan, dtype)
+        self.ffn = MoE(text, dtype)
+
+    def attention_input(self, residual: Residual) -> Tensor:
+        """The normed input of attention, ``[B,S,M]``; also what a KV source compresses."""
+        normed: Tensor = self.attn_norm(collapse(residual.streams, residual.pre))
+        return normed
+
+    def forward(
+        self, residual: Residual, shared: Shared, is_image: Tensor | None = None, record: Record | None = None
+    ) -> tuple[Residual, Shared]:
+        x = residual.streams
+        note = record or (lambda name, value: None)
+        mix = self.hc_attn(x)
+        attn_in = self.attention_input(residual)
+        note("attn_in", attn_in)
+        attn_out, shared = self.attn(attn_in, shared, record)
+        note("attn_out", attn_out)
+        x, pre = expand(x, attn_out, mix.post, mix.comb), mix.pre
+
+        mix = self.hc_ffn(x)
+        ffn_in = self.ffn_norm(collapse(x, pre))
+        note("ffn_in", ffn_in)
+        ffn_out, route = self.ffn(ffn_in, is_image)
+        note("route", route.experts)
+        note("ffn_out", ffn_out)
+        x = expand(x, ffn_out, mix.post, mix.comb)
+        note("streams", x)
+        return Residual(x, mix.pre), shared
+
+
+class Model(nn.Module):
+    """The exact text backbone on any schedule that validates (SPEC 2-7).
+
+    ``model(input_ids [B,S]) -> logits [B,S,V]`` FP32. Weights are drawn from ``seed``, except on the meta device.
+    ``dtype`` (float32 or bfloat16) is that of the matrices; what every port keeps in FP32 stays FP32.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype = {dtype}: must be torch.float32 or torch.bfloat16")
+        self.config, text = config, config.text
+        self.plans = plan_layers(text)
+        self.cut = first_decoder_layer(text)
+        with torch.device("meta"):  # nothing is drawn twice, and the global generator is left alone
+            self.embed = nn.Embedding(text.vocab_size, text.hidden_size, dtype=dtype)
+            self.layers = nn.ModuleList(Block(text, plan, dtype) for plan in self.plans)
+            self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
+            self.head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=torch.float32)
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
+            self.initialise(seed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw every matrix from N(0, 1/fan_in) with one CPU generator, so that a seed means the same on any device.
+
+        Norm weights and mHC scales start at one, biases and sinks at zero.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                std = 0.02 if name == "embed.weight" else weight.shape[-1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            else:
+                weight.fill_(float(name.endswith(("norm.weight", ".scale"))))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """The logits of every position, ``[B,S] int -> [B,S,V]`` FP32: :meth:`decode` of :meth:`encode`.
+
+        Raises ``ValueError`` for input that is not ``[B,S]`` integers within the vocabulary and ``max_position_embeddings``.
+        """
+        return self.decode(self.encode(input_ids))
+
+    def encode(self, input_ids: Tensor, record: Record | None = None) -> Encoded:
+        """Layers before the cut on every token, then the last KV source's global KV from their output (SPEC 6)."""
+        ids = self._checked(input_ids)
+        text = self.config.text
+        streams = self.embed(ids).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
+        pre = torch.zeros(*ids.shape, text.hc_mult, device=ids.device)
+        pre[..., 0] = 1.0  # the first sublayer reads stream 0
+        is_image = ids == self.config.image_token_id
+        start = Encoded(Residual(streams, pre), Shared(), is_image if bool(is_image.any()) else None)
+        encoded = self._run(start, 0, self.cut, record)
+        if self.cut < len(self.layers):
+            source = self.layers[self.cut]
+            kv = source.attn.publish(source.attention_input(encoded.residual))
+            encoded = Encoded(encoded.residual, encoded.shared.publish(kv), encoded.is_image)
+        return encoded
+
+    def decode(self, encoded: Encoded, record: Record | None = None) -> Tensor:
+        """Layers from the cut on, then the head, on the rows of ``encoded``: logits ``[B,S,V]`` FP32 (SPEC 6)."""
+        residual = self._run(encoded, self.cut, len(self.layers), record).residual
+        logits: Tensor = self.head(self.norm(collapse(residual.streams, residual.pre)).float())
+        if record:
+            record("logits", logits)
+        return logits
+
+    @torch.no_grad()
+    def trace(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Every intermediate of one forward pass, in order of computation; names end in ``.L`` for layer L.
+
+        ``streams.L`` the residual that leaves the block ``[B,S,R,M]``; ``window.L``, ``main.L``, ``keys.L`` what a cache
+        would hold; ``topk.L`` the selection ``[B,S,K]`` (ascending, -1 absent); ``cand.L`` the candidates as a mask
+        ``[B,S,C]``; ``route.L`` the experts ``[B*S,K]``; ``attn_in.L``, ``attn_out.L``, ``ffn_in.L``, ``ffn_out.L``
+        each sublayer's ends ``[B,S,M]``; at the end ``logits``.
+        """
+        tensors: dict[str, Tensor] = {}
+        self.decode(self.encode(input_ids, tensors.__setitem__), tensors.__setitem__)
+        return tensors
+
+    def _run(self, state: Encoded, first: int, last: int, record: Record | None) -> Encoded:
+        residual, shared = state.residual, state.shared
+        for layer in range(first, last):
+            note = None if record is None else (lambda name, value, layer=layer: record(f"{name}.{layer}", value))
+            residual, shared = self.layers[layer](residual, shared, state.is_image, note)
+        return Encoded(residual, shared, state.is_image)
+
+    def _checked(self, input_ids: Tensor) -> Tensor:
+        text = self.config.text
+        if text.engram_layer_ids:
+            raise NotImplementedError(
+                f"engram_layer_ids = {list(text.engram_layer_ids)}: this version builds and counts such a model but "
+                "does not compute Engram; run a configuration without it"
+            )
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids is {input_ids.dtype} {list(input_ids.shape)}: must be int64 or int32 [batch, length]")
+        if not input_ids.numel():
+            raise ValueError(f"input_ids is {list(input_ids.shape)}: there must be at least one sequence of one token")
+        if input_ids.shape[1] > text.max_position_embeddings:
+            raise ValueError(
+                f"input_ids has {input_ids.shape[1]} tokens: max_position_embeddings is {text.max_position_embeddings}"
+            )
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= text.vocab_size:
+            raise ValueError(
+                f"input_ids holds {low if low < 0 else high}: token ids are 0 to {text.vocab_size - 1} (vocab_size)"
+            )
+        return input_ids.to(self.device)
+

@@ -1,0 +1,219 @@
+"""Attention over a sliding window and a selection of compressed entries (CSA), in one joint softmax.
+
+The window KV and the compressed latent are each one vector that serves as key and value for all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from v41lib.config import TextConfig
+from v41lib.nn.compressor import Compressor, pad_entries, visible_entries
+from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_rows, select_among, select_everywhere
+from v41lib.nn.norm import RMSNorm
+from v41lib.nn.quant import straight_through
+from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation
+from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
+from v41lib.plan import LayerPlan
+
+Record = Callable[[str, Tensor], None]
+
+# The largest temporary of one query block, in elements (256 MiB of FP32).
+BLOCK_ELEMENTS = 1 << 26
+
+
+def softmax_with_sink(logits: Tensor, sink: Tensor) -> Tensor:
+    """Softmax over the last axis of ``logits [...,H,T]`` whose denominator also counts ``exp(sink[H])`` (SPEC 4).
+
+    A row of -inf gives zeros: all the weight is the sink's.
+    """
+    sink = sink.float().unsqueeze(-1)
+    top = torch.maximum(logits.amax(-1, keepdim=True), sink)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = (logits - top).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
+    return weights / total.clamp_min(torch.finfo(total.dtype).tiny)  # all masked and no sink: zeros, not NaN
+
+
+def attend(
+    q: Tensor, window: Tensor, in_window: Tensor, sink: Tensor, main: Tensor | None = None, entries: Tensor | None = None
+) -> Tensor:
+    """Joint attention of a block of queries: ``q [B,S,H,D] -> [B,S,H,D]`` (SPEC 4).
+
+    ``window [B,T,D]`` are raw keys with ``in_window [S,T]`` true where visible; ``main [B,C,D]`` are compressed
+    entries of which each query sees ``entries [B,S,K]`` (-1 absent); ``sink [H]`` joins the denominator only.
+    """
+    batch, length, heads, width = q.shape
+    scale = width**-0.5
+    flat = q.reshape(batch, length * heads, width)
+    near = (flat @ window.transpose(1, 2)).float().unflatten(1, (length, heads)) * scale
+    logits = near.masked_fill(~in_window.unsqueeze(1), -torch.inf)
+    far_rows = None
+    if main is not None and entries is not None and entries.shape[-1]:
+        far_rows = gather_rows(main, entries)
+        far = (q @ far_rows.transpose(2, 3)).float() * scale
+        logits = torch.cat((logits, far.masked_fill(entries.unsqueeze(2) < 0, -torch.inf)), dim=-1)
+    weights = softmax_with_sink(logits, sink).to(q.dtype)
+    near_weights = weights[..., : window.shape[1]].flatten(1, 2)
+    out = (near_weights @ window).unflatten(1, (length, heads))
+    if far_rows is not None:
+        out = out + weights[..., window.shape[1] :] @ far_rows
+    return out
+
+
+class Attention(nn.Module):
+    """One layer's attention in any of the four modes, as its plan says (SPEC 4 and 5)."""
+
+    def __init__(self, text: TextConfig, plan: LayerPlan, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.plan, self.text = plan, text
+        heads, width, eps = text.num_attention_heads, text.head_dim, text.rms_norm_eps
+        self.wq_a = nn.Linear(text.hidden_size, text.q_lora_rank, bias=False, dtype=dtype)
+        self.q_norm = RMSNorm(text.q_lora_rank, eps, dtype)
+        self.wq_b = nn.Linear(text.q_lora_rank, heads * width, bias=False, dtype=dtype)
+        self.wkv = nn.Linear(text.hidden_size, width, bias=False, dtype=dtype)
+        self.kv_norm = RMSNorm(width, eps, dtype)
+        self.wo_a = nn.Linear(heads * width // text.o_groups, text.o_groups * text.o_lora_rank, bias=False, dtype=dtype)
+        self.wo_b = nn.Linear(text.o_groups * text.o_lora_rank, text.hidden_size, bias=False, dtype=dtype)
+        self.attn_sink = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+        if plan.owns_kv:
+            self.compressor = Compressor(text, plan.ratio, dtype)
+        if plan.selects:
+            self.indexer = Indexer(text, plan.owns_kv, dtype)
+
+    def rotation_at(self, positions: Tensor) -> Rotation:
+        """This layer's rotation at ``positions``; windows and compressed entries share one table."""
+        return rotation(positions, layer_frequencies(self.text, self.plan.ratio, positions.device))
+
+    def window_kv(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The layer's own window KV ``[B,S,D]``: projected, normed, rotated, rounded to FP8 (rotary part included)."""
+        return straight_through(rotate(self.kv_norm(self.wkv(x)), self.rotation_at(positions)), "fp8")
+
+    def publish(self, x: Tensor) -> GlobalKV:
+        """Compress the layer's whole input ``[B,S,M]`` into the global KV it owns.
+
+        A latent is rotated at the position of its group's first token.
+        """
+        latent = self.compressor(x)
+        starts = torch.arange(latent.shape[1], device=x.device) * self.plan.ratio
+        by = self.rotation_at(starts)
+        return GlobalKV(
+            owner=self.plan.layer,
+            ratio=self.plan.ratio,
+            main=straight_through(rotate(latent, by), "fp4"),
+            index_keys=self.indexer.keys(latent, by),
+        )
+
+    def forward(self, x: Tensor, shared: Shared, record: Record | None = None) -> tuple[Tensor, Shared]:
+        """Attend from every row of ``x [B,S,M]``, the normed input of positions 0 to S-1: ``[B,S,M]`` and what it published.
+
+        Queries are processed in blocks: no tensor of S x T x heads exists. Raises ``RuntimeError`` when the KV or the
+        selection it reads is not the one its plan names.
+        """
+        plan = self.plan
+        if plan.owns_kv and (shared.kv is None or shared.kv.owner != plan.layer):
+            shared = shared.publish(self.publish(x))
+        kv = None if plan.mode == "local" else shared.kv_of(plan.kv_owner)
+        window = self.window_kv(x, torch.arange(x.shape[1], device=x.device))
+
+        outputs, selections, pools = [], [], []
+        for start, stop in self._blocks(x, kv):
+            positions = torch.arange(start, stop, device=x.device)
+            by = self.rotation_at(positions)
+            by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))  # one more axis, for the heads
+            q_latent = self.q_norm(self.wq_a(x[:, start:stop]))
+            entries = None
+            if kv is not None:
+                visible = visible_entries(positions, plan.ratio)
+                if plan.selects:
+                    entries, pool = self._select(x[:, start:stop], q_latent, by, kv, visible, shared, start, stop)
+                    selections.append(entries)
+                    pools.append(pool)
+                else:
+                    entries = shared.selection_of(plan.index_owner).entries[:, start:stop]
+                entries = entries[..., : int(visible[-1])]  # ascending, so what is cut is absent for all these queries
+            q = rotate(self.wq_b(q_latent).unflatten(-1, (-1, self.text.head_dim)), by)
+            first = max(start - self.text.sliding_window + 1, 0)
+            keys = torch.arange(first, stop, device=x.device)
+            age = positions.unsqueeze(1) - keys
+            in_window = (age >= 0) & (age < self.text.sliding_window)
+            out = attend(q, window[:, first:stop], in_window, self.attn_sink, None if kv is None else kv.main, entries)
+            outputs.append(self._project(rotate(out, by, inverse=True)))
+
+        if selections:
+            shared = shared.publish(Selection(plan.layer, torch.cat(selections, dim=1)))
+            if plan.candidate_role == "source":
+                blocks = None if pools[0] is None else torch.cat([p for p in pools if p is not None], dim=1)
+                shared = shared.publish(Candidates(plan.layer, self.text.candidate_block_size, blocks))
+        if record:
+            self._record(record, window, shared)
+        return torch.cat(outputs, dim=1), shared
+
+    def _project(self, out: Tensor) -> Tensor:
+        """``[B,S,H,D] -> [B,S,M]``: a block-diagonal projection, one block a group of heads, then one back to M."""
+        groups = out.flatten(2).unflatten(-1, (self.text.o_groups, -1))
+        weight = self.wo_a.weight.unflatten(0, (self.text.o_groups, -1))
+        return self.wo_b(torch.einsum("bsgi,goi->bsgo", groups, weight).flatten(2))
+
+    def _select(
+        self, x: Tensor, q_latent: Tensor, by: Rotation, kv: GlobalKV, visible: Tensor, shared: Shared, start: int, stop: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """One query block's selection ``[B,S,K]`` and, from a candidate source that must choose, its pool ``[B,S,N]``."""
+        text, count = self.text, kv.main.shape[1]
+        width = min(text.index_topk, count)
+        queries, weights = self.indexer.queries(x, q_latent, by)
+        if self.plan.candidate_role == "consumer":
+            pool = shared.candidates_of(text.candidate_source_layer_id)
+            if pool.blocks is not None:
+                blocks = pool.blocks[:, start:stop]
+                return select_among(queries, weights, kv.index_keys, visible, width, blocks, pool.size), None
+        if self.plan.candidate_role == "source" and count > text.candidate_topk_blocks * text.candidate_block_size:
+            selected, scores = select_everywhere(queries, weights, kv.index_keys, visible, width)
+            return selected, candidate_blocks(scores, visible, text.candidate_block_size, text.candidate_topk_blocks)
+        if int(visible[-1]) <= text.index_topk:  # nothing to choose: everything visible is kept
+            everything = torch.arange(width, device=x.device)
+            return torch.where(everything < visible.unsqueeze(-1), everything, -1).expand(x.shape[0], -1, -1), None
+        return select_everywhere(queries, weights, kv.index_keys, visible, width)[0], None
+
+    def _blocks(self, x: Tensor, kv: GlobalKV | None) -> Iterator[tuple[int, int]]:
+        """Query ranges whose temporaries stay near ``BLOCK_ELEMENTS``; short enough that few window keys are wasted."""
+        text, batch = self.text, x.shape[0]
+        entries = 0 if kv is None else kv.main.shape[1]
+        picked = min(text.index_topk, entries)
+        a_query = text.num_attention_heads * (text.head_dim + 2 * text.sliding_window + picked) + picked * text.head_dim
+        if self.plan.selects:
+            pool = text.candidate_topk_blocks * text.candidate_block_size
+            gathers = self.plan.candidate_role == "consumer" and entries > pool
+            a_query += (pool * text.index_head_dim + text.index_n_heads * pool) if gathers else text.index_n_heads * entries
+        block = max(1, min(BLOCK_ELEMENTS // (batch * a_query), max(text.sliding_window, 64)))
+        length = x.shape[1]
+        for start in range(0, length, block):
+            yield start, min(start + block, length)
+
+    def _record(self, record: Record, window: Tensor, shared: Shared) -> None:
+        record("window", window)
+        if self.plan.owns_kv:
+            kv = shared.kv_of(self.plan.layer)
+            record("main", kv.main)
+            record("keys", kv.index_keys)
+        if self.plan.selects:
+            entries = shared.selection_of(self.plan.layer).entries
+            record("topk", pad_entries(entries, self.text.index_topk))
+        if self.plan.candidate_role:
+            pool, count = shared.candidates_of(self.text.candidate_source_layer_id), shared.kv_of(self.plan.kv_owner).main.shape[1]
+            record("cand", _as_mask(pool, window.shape[:2], count, self.plan.ratio))
+
+
+def _as_mask(pool: Candidates, shape: torch.Size, count: int, ratio: int) -> Tensor:
+    """The visible candidates as ``[B,S,C]`` bool, for a trace only: the model itself never builds one."""
+    everywhere = torch.arange(count)
+    visible = everywhere < visible_entries(torch.arange(shape[1]), ratio).unsqueeze(-1)
+    if pool.blocks is None:
+        return visible.expand(*shape, count)
+    mask = torch.zeros(*shape, count + 1, dtype=torch.bool)  # one more column takes what is absent
+    entries = block_entries(pool.blocks.cpu(), pool.size)
+    mask.scatter_(-1, torch.where((entries < 0) | (entries > count), count, entries), True)
+    return mask[..., :count] & visible

@@ -1,0 +1,53 @@
+"""The compressor: runs of ``ratio`` tokens become one latent. Only KV sources own one."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from v41lib.config import TextConfig
+from v41lib.nn.norm import RMSNorm
+
+
+def pool(values: Tensor, gates: Tensor, ratio: int) -> Tensor:
+    """Mix each closed group of ``ratio`` tokens, per channel, by the softmax of its gates: ``[B,S,D] -> [B,S//ratio,D]``.
+
+    Groups do not overlap. An open group at the end contributes nothing (SPEC 4).
+    """
+    groups = values.shape[1] // ratio
+    values, gates = (x[:, : groups * ratio].unflatten(1, (groups, ratio)) for x in (values, gates))
+    return (values * gates.softmax(2)).sum(2)
+
+
+class Compressor(nn.Module):
+    """From a layer's normed input ``[B,S,M]`` to its latents ``[B,S//ratio,D]``, before rotation and rounding (SPEC 4).
+
+    Ratio 1 has no gate. The projections are FP32, the result has the input's dtype.
+    """
+
+    def __init__(self, text: TextConfig, ratio: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.ratio = ratio
+        self.wkv = nn.Linear(text.hidden_size, text.head_dim, bias=False, dtype=torch.float32)
+        self.norm = RMSNorm(text.head_dim, text.rms_norm_eps, dtype)
+        if ratio > 1:
+            self.wgate = nn.Linear(text.hidden_size, text.head_dim, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        latent = self.wkv(wide)
+        if self.ratio > 1:
+            latent = pool(latent, self.wgate(wide), self.ratio)
+        normed: Tensor = self.norm(latent)
+        return normed.to(x.dtype)
+
+
+def visible_entries(positions: Tensor, ratio: int) -> Tensor:
+    """How many compressed entries a query at each position sees: entry g when ``g < (i+1)//ratio`` (SPEC 4)."""
+    return torch.div(positions + 1, ratio, rounding_mode="floor")
+
+
+def pad_entries(entries: Tensor, width: int) -> Tensor:
+    """Extend ``entries [..., K]`` with -1 (absent) to ``width`` columns."""
+    return F.pad(entries, (0, width - entries.shape[-1]), value=-1)

@@ -1,0 +1,114 @@
+"""The indexer: scores compressed entries for each query, keeps the best, and narrows the pool for later indexers.
+
+Selections are entry numbers and candidate pools are block numbers; neither is ever a mask over the context. Ties go
+to the earlier entry, so the result does not depend on how queries are grouped.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from v41lib.config import TextConfig
+from v41lib.nn.compressor import pad_entries
+from v41lib.nn.norm import RMSNorm
+from v41lib.nn.quant import straight_through
+from v41lib.nn.rope import Rotation, rotate
+
+
+def score(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """``sum_h weight_h * relu(q_h . k)`` for ``queries [B,S,H,D]``, ``weights [B,S,H]``: ``[B,S,T]`` FP32 (SPEC 5).
+
+    ``keys`` is ``[B,T,D]``, the same for all queries, or ``[B,S,T,D]``, each query's own.
+    """
+    keys = keys.float()
+    if keys.dim() == 3:
+        batch, length, heads, width = queries.shape
+        flat = queries.float().reshape(batch, length * heads, width)
+        products = (flat @ keys.transpose(1, 2)).unflatten(1, (length, heads))
+    else:
+        products = queries.float() @ keys.transpose(2, 3)
+    return (weights.float().unsqueeze(-2) @ products.relu()).squeeze(-2)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """The ``k`` highest of ``scores [..., T]``, ties to the lower index, ascending, -1 for those scored -inf."""
+    width = scores.shape[-1]
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0, which must tie with it
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the floats
+    ranks = torch.arange(width, 0, -1, device=scores.device)
+    top = ((ordered << 32) | ranks).topk(min(k, width), dim=-1).indices
+    kept = scores.gather(-1, top) > -torch.inf
+    top = torch.where(kept, top, width).sort(-1).values
+    return torch.where(top < width, top, -1)
+
+
+def hide_invisible(scores: Tensor, entries: Tensor, visible: Tensor) -> Tensor:
+    """Set to -inf the scores of absent (-1) and not yet visible ``entries``, for ``visible [S]`` entries a query."""
+    return scores.masked_fill((entries < 0) | (entries >= visible.unsqueeze(-1)), -torch.inf)
+
+
+def candidate_blocks(scores: Tensor, visible: Tensor, size: int, count: int) -> Tensor:
+    """The blocks a later indexer may search, ``[B,S,N]`` ascending then -1, from the source's ``scores [B,S,C]`` (SPEC 5).
+
+    A block of ``size`` neighbours scores as its best visible entry; the block of the newest visible entry is always
+    kept; the ``count`` best stay. ``scores`` must be -inf where invisible.
+    """
+    blocks = F.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
+    numbers = torch.arange(blocks.shape[-1], device=scores.device)
+    newest = torch.div(visible - 1, size, rounding_mode="floor").unsqueeze(-1)  # -1 (no block) when none is visible
+    return best(blocks.masked_fill(numbers == newest, torch.inf), count)
+
+
+def block_entries(blocks: Tensor, size: int) -> Tensor:
+    """The entries of ``blocks [..., N]``: ``[..., N*size]`` ascending, -1 for absent blocks."""
+    entries = blocks.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)
+    return torch.where(blocks.unsqueeze(-1) < 0, -1, entries).flatten(-2)
+
+
+def gather_rows(rows: Tensor, entries: Tensor) -> Tensor:
+    """``rows [B,C,D]`` at ``entries [B,S,K]``: ``[B,S,K,D]``; an absent or unwritten entry reads some row, to be masked."""
+    batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1)
+    return rows[batch, entries.clamp(0, rows.shape[1] - 1)]
+
+
+def select_everywhere(queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Score every visible entry: the selection ``[B,S,min(k,C)]`` and the scores ``[B,S,C]``, -inf where invisible."""
+    entries = torch.arange(keys.shape[1], device=keys.device)
+    scores = hide_invisible(score(queries, weights, keys), entries, visible)
+    return best(scores, k), scores
+
+
+def select_among(
+    queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, k: int, blocks: Tensor, size: int
+) -> Tensor:
+    """Score only the entries of the candidate ``blocks [B,S,N]``: the selection ``[B,S,min(k,C)]`` (SPEC 5)."""
+    entries = block_entries(blocks, size)
+    scores = hide_invisible(score(queries, weights, gather_rows(keys, entries)), entries, visible)
+    picked = best(scores, k)  # slots of the pool; ascending slots are ascending entries
+    chosen = torch.where(picked < 0, -1, entries.gather(-1, picked.clamp_min(0)))
+    return pad_entries(chosen, min(k, keys.shape[1]))
+
+
+class Indexer(nn.Module):
+    """The projections of one index source; ``wk`` and ``k_norm`` only where it also owns the keys (SPEC 5)."""
+
+    def __init__(self, text: TextConfig, owns_keys: bool, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.heads, self.width = text.index_n_heads, text.index_head_dim
+        self.wq_b = nn.Linear(text.q_lora_rank, self.heads * self.width, bias=False, dtype=dtype)
+        self.weights_proj = nn.Linear(text.hidden_size, self.heads, bias=False, dtype=dtype)
+        if owns_keys:
+            self.wk = nn.Linear(text.head_dim, self.width, bias=False, dtype=dtype)
+            self.k_norm = RMSNorm(self.width, text.rms_norm_eps, dtype)
+
+    def keys(self, latent: Tensor, by: Rotation) -> Tensor:
+        """Index keys ``[B,C,D_index]`` from the latents *before* their rotation, rounded to MXFP4."""
+        return straight_through(rotate(self.k_norm(self.wk(latent)), by), "mxfp4")
+
+    def queries(self, x: Tensor, q_latent: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
+        """Index queries ``[B,S,H,D_index]``, rounded to MXFP4, and head weights ``[B,S,H]`` FP32."""
+        q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
+        weights = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5
+        return straight_through(rotate(q, by), "mxfp4"), weights

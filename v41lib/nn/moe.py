@@ -1,0 +1,106 @@
+"""Mixture of experts: a sqrt-softplus router with selection-only biases, routed experts by group, one shared expert."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from v41lib.config import TextConfig
+
+
+class Route(NamedTuple):
+    """The experts of each token ``[N,K]`` and their weights ``[N,K]`` FP32."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in FP32; ``[..., F] -> [..., F]`` in the input's dtype (SPEC 7)."""
+    product = F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+    return product.to(gate.dtype)
+
+
+class Router(nn.Module):
+    """Score every expert, choose the best k of score + bias, weigh them by their scores alone (SPEC 7).
+
+    ``bias`` serves text tokens and ``bias_vl`` image tokens; both steer the choice and never the weight.
+    """
+
+    def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.k, self.normalise, self.factor = text.num_experts_per_tok, text.norm_topk_prob, text.routed_scaling_factor
+        self.weight = nn.Parameter(torch.empty(text.n_routed_experts, text.hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(text.n_routed_experts, dtype=torch.float32), requires_grad=False)
+        self.bias_vl = nn.Parameter(torch.zeros(text.n_routed_experts, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor, is_image: Tensor | None = None) -> Route:
+        """Route ``x [N,M]``; ``is_image [N]`` bool marks the tokens that choose with ``bias_vl``."""
+        scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
+        bias = self.bias if is_image is None else torch.where(is_image.unsqueeze(-1), self.bias_vl, self.bias)
+        chosen = (scores + bias).topk(self.k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Route(chosen, weights * self.factor)
+
+
+class Expert(nn.Module):
+    """One SwiGLU with clamped branches, used as the shared expert: ``[..., M] -> [..., M]`` (SPEC 7)."""
+
+    def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.limit = text.swiglu_limit
+        self.w1 = nn.Linear(text.hidden_size, text.moe_intermediate_size, bias=False, dtype=dtype)
+        self.w2 = nn.Linear(text.moe_intermediate_size, text.hidden_size, bias=False, dtype=dtype)
+        self.w3 = nn.Linear(text.hidden_size, text.moe_intermediate_size, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        return out
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked ``[E, out, in]``; tokens are grouped by expert so that each weight is read once."""
+
+    def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        experts, width, inner = text.n_routed_experts, text.hidden_size, text.moe_intermediate_size
+        self.limit = text.swiglu_limit
+        self.w1 = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(experts, width, inner, dtype=dtype))
+        self.w3 = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
+
+    def forward(self, x: Tensor, route: Route) -> Tensor:
+        """``x [N,M] -> [N,M]`` FP32: the weighted sum of each token's experts, added in order of expert number."""
+        k = route.experts.shape[-1]
+        order = route.experts.flatten().argsort(stable=True)
+        sizes = route.experts.flatten().bincount(minlength=len(self.w1)).tolist()
+        tokens, weights = order // k, route.weights.flatten()[order].unsqueeze(-1)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, (rows, weight) in enumerate(zip(tokens.split(sizes), weights.split(sizes), strict=True)):
+            if len(rows):
+                inputs = x[rows]
+                hidden = clamped_swiglu(inputs @ self.w1[expert].T, inputs @ self.w3[expert].T, self.limit)
+                out.index_add_(0, rows, (hidden @ self.w2[expert].T).float() * weight)
+        return out
+
+
+class MoE(nn.Module):
+    """The feed-forward sublayer: routed experts plus the shared one, ``[B,S,M] -> [B,S,M]`` (SPEC 7)."""
+
+    def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.gate = Router(text, dtype)
+        self.experts = Experts(text, dtype)
+        self.shared_experts = Expert(text, dtype)
+
+    def forward(self, x: Tensor, is_image: Tensor | None = None) -> tuple[Tensor, Route]:
+        """``is_image [B,S]`` bool, or None when no token is one. Returns the output and the route of the B*S tokens."""
+        flat = x.flatten(0, 1)
+        route = self.gate(flat, None if is_image is None else is_image.flatten())
+        out = self.experts(flat, route) + self.shared_experts(flat).float()
+        return out.to(x.dtype).unflatten(0, x.shape[:2]), route
