@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 11)
 GIB = 2**30
 # About 2 GiB of packages with a CPU torch, 7 GiB with a CUDA one; the rest is room for downloads and results.
@@ -106,8 +107,8 @@ def check_disk(root: Path, torch_index: str, free: float | None = None) -> None:
         )
     if may_be_cuda and not has_torch and free + there < NEED_CUDA:
         raise CannotSetUp(
-            f"perhaps too little disk: {free:.1f} GiB free. A CPU build of torch needs {NEED_CPU:.0f} GiB in all, but on\n"
-            f"Linux the default index usually has the CUDA build, which needs {NEED_CUDA:.0f} GiB. Choose:\n"
+            f"perhaps too little disk: {free:.1f} GiB free. {NEED_CPU:.0f} GiB do for a CPU build of torch, but\n"
+            f"on Linux the default index usually has the CUDA build, which needs {NEED_CUDA:.0f} GiB. Choose:\n"
             "  make book TORCH_INDEX=<the CPU index address that pytorch.org's install page prints>\n"
             "  make book DISK_CHECK=0    if your index has a CPU build"
         )
@@ -172,7 +173,8 @@ def make_venv(root: Path, torch_index: str) -> None:
             return
         say("      .venv is " + ("for another TORCH_INDEX" if works else "half made") + ": made anew")
         shutil.rmtree(venv)
-    made = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True, env=clean_env(root))
+    command = [sys.executable, "-m", "venv", str(venv)]
+    made = subprocess.run(command, capture_output=True, text=True, env=clean_env(root))
     if made.returncode != 0:
         raise CannotSetUp(f"`{sys.executable} -m venv .venv` failed:\n{made.stdout}{made.stderr}".rstrip())
     chosen.write_text(torch_index)
@@ -316,7 +318,7 @@ def alone(root: Path) -> Iterator[None]:
         yield
 
 
-def main(root: Path = Path(__file__).resolve().parent.parent) -> int:
+def main(root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", action="store_true", help="install the packages for live parity too")
     tests = parser.parse_args().tests

@@ -1,8 +1,8 @@
 """Makes requirements.txt and requirements-parity.txt from their short lists, and checks them offline.
 
-    python tools/lock.py            lock again, keeping every pin that is there (`make lock`)
-    python tools/lock.py --upgrade  lock again with the newest versions (`make lock UPGRADE=1`)
-    python tools/lock.py --check    say what the lock lacks, from the installed packages' metadata; no network
+python tools/lock.py            lock again, keeping every pin that is there (`make lock`)
+python tools/lock.py --upgrade  lock again with the newest versions (`make lock UPGRADE=1`)
+python tools/lock.py --check    say what the lock lacks, from the installed packages' metadata; no network
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def problems(root: Path = ROOT) -> list[str]:
             else:
                 pins[canonicalize_name(requirement.name)] = exact[0].version
 
-    waiting = [(name, r) for name in ("requirements.in", "requirements-parity.in") for r in read_requirements(root / name)]
-    seen: set[tuple[str, str]] = set()
+    lists = ("requirements.in", "requirements-parity.in")
+    waiting = [(name, requirement) for name in lists for requirement in read_requirements(root / name)]
+    seen: set[tuple[str, str]] = set()  # packages with an extra of theirs
     while waiting:  # everything reachable from the short lists must be pinned, at a version that its user accepts
         user, requirement = waiting.pop()
         if requirement.marker and not requirement.marker.evaluate({**default_environment(), "extra": ""}):
@@ -105,7 +106,9 @@ def problems(root: Path = ROOT) -> list[str]:
     return sorted(set(found))
 
 
-def _follow(name: str, extras: set[str], seen: set[tuple[str, str]], waiting: list[tuple[str, Requirement]]) -> list[str]:
+def _follow(
+    name: str, extras: set[str], seen: set[tuple[str, str]], waiting: list[tuple[str, Requirement]]
+) -> list[str]:
     """Queues what an installed package needs, once for each extra; says if it is too new for the oldest Python."""
     found = []
     try:
