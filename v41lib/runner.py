@@ -240,7 +240,7 @@ class Run:
         return record.get("status") == "ok" and record.get("key") == self.key and self.output.is_file()
 
     def execute(self) -> None:
-        """Runs the chapter. Raises ``RunError`` with the cell and its traceback if it fails; then older results stay."""
+        """Runs the chapter. Raises ``RunError`` with the cell and traceback if it fails; older results then stay."""
         import matplotlib.font_manager  # noqa: F401 (builds its font cache here, or a chapter would tell of it)
         import papermill
         from nbclient.exceptions import CellTimeoutError, DeadKernelError
@@ -319,15 +319,20 @@ def _environment(**changes: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def plain(text: str) -> str:
+    """Text without a terminal's colours, which are noise in logs and files."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
+
+
 def _explain(run: Run, error: Exception) -> str:
-    """Which cell failed, its source, and its traceback; without colours, which logs and files show as noise."""
+    """Which cell failed, its source, and its traceback."""
     source = getattr(error, "source", "")
     trace = "\n".join(getattr(error, "traceback", [])) or str(error)
     count = getattr(error, "exec_count", None)
     where = f", cell {count}" if count else ""
     parts = [f"chapter {run.chapter.path.stem}{where} failed."]
     parts += [source.rstrip(), ""] if source else []
-    parts += [re.sub(r"\x1b\[[0-9;]*m", "", trace).rstrip()]
+    parts += [plain(trace)]
     if run.failed.exists():
         parts += ["", f"The notebook up to there: {run.failed.relative_to(run.root)}"]
     return "\n".join(parts)
@@ -373,7 +378,8 @@ def run_all(book: Path, profile: Profile = "ci", force: bool = False, jobs: int 
                 spent = f"{time.monotonic() - begun:.0f} s"
                 print(f"{'done' if process.returncode == 0 else 'FAILED'} {run.chapter.path.stem}, {spent}", flush=True)
                 if process.returncode != 0:
-                    failures.append(_log(run).read_text(encoding="utf-8", errors="replace").strip())
+                    said = _log(run).read_text(encoding="utf-8", errors="replace")
+                    failures.append(said.strip().removeprefix("Error: "))
             time.sleep(0.1)
     finally:
         for process in running:
