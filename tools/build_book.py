@@ -2,7 +2,7 @@
 
 python tools/build_book.py --profile ci
 
-The pages are built from `build/site`, a copy of `book/` in which every chapter is replaced by its executed notebook, into
+The pages are built from `build/site`, a copy of `book/` with every chapter replaced by its executed notebook, into
 `build/pages`. Only a build without a single warning replaces `book/_build/html`; otherwise the old pages stay.
 """
 
