@@ -1,0 +1,69 @@
+"""Takes the results of the `ci` profile into the repository, on purpose: `make accept`.
+
+Stale chapters run first. Their records go to `data/records`, their notebooks to `book/`, without anything that changes
+from run to run. A record that says the same as before stays as it is, date and all. The front page shows the accepted
+records, so it runs again after them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from v41lib import notebook, runner
+from v41lib.experiments.base import Profile
+
+ROOT = Path(__file__).resolve().parent.parent
+PROFILE: Profile = "ci"
+# When these are equal, the rest of a record (its date, device, versions) says nothing new.
+SUBSTANCE = ("value", "spread", "seeds", "params", "hash")
+
+
+def accept_records(fresh: Path, accepted: Path) -> list[str]:
+    """Copies the records that say something new; returns their names."""
+    taken = []
+    accepted.mkdir(parents=True, exist_ok=True)
+    for path in sorted(fresh.glob("*.json")):
+        target = accepted / path.name
+        if target.is_file() and _substance(target) == _substance(path):
+            continue
+        shutil.copyfile(path, target)
+        taken.append(path.stem)
+    return taken
+
+
+def _substance(path: Path) -> list[object]:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return [record.get(name) for name in SUBSTANCE]
+
+
+def accept_notebooks(runs: list[runner.Run]) -> list[str]:
+    """Writes each executed chapter over the stored one; returns the names of those that changed by it."""
+    taken = []
+    for run in runs:
+        stored, executed = run.chapter.path, notebook.read(run.output)
+        before = stored.read_bytes()
+        if [cell.source for cell in notebook.read(stored).cells] != [cell.source for cell in executed.cells]:
+            raise runner.RunError(f"{stored.name} was edited while it ran: make accept again")
+        notebook.write(notebook.normalise(executed), stored)
+        if stored.read_bytes() != before:
+            taken.append(stored.stem)
+    return taken
+
+
+def main() -> None:
+    try:
+        book = runner.find_book(ROOT / "book")
+        runner.run_all(book, PROFILE)
+        records = accept_records(ROOT / "build" / "records" / PROFILE, ROOT / "data" / "records")
+        notebooks = accept_notebooks(runner.run_all(book, PROFILE))
+    except (runner.RunError, notebook.NotebookError) as error:
+        sys.exit(f"\nmake accept stopped: {error}")
+    print(f"accepted records: {', '.join(records) or 'none new'}")
+    print(f"accepted notebooks: {', '.join(notebooks) or 'none new'}")
+
+
+if __name__ == "__main__":
+    main()
