@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from v41lib import notebook
 from v41lib.experiments.base import BaseParams, Profile
 
+PACKAGE = Path(__file__).resolve().parent
 CELL_TIMEOUT = {"ci": 300, "full": 4 * 3600, "gpu": 4 * 3600}  # seconds
 FRONT_PAGE = "00"  # the one chapter that shows the accepted records
 
@@ -93,12 +94,8 @@ def find_chapter(book: Path, wanted: str) -> Chapter:
     """A chapter by number, name or file name. Raises ``RunError`` that lists those that exist."""
     there = chapters(book)
     for chapter in there:
-        if wanted.removesuffix(".ipynb") in (
-            chapter.number,
-            chapter.number.lstrip("0"),
-            chapter.name,
-            chapter.path.stem,
-        ):
+        names = (chapter.number, str(int(chapter.number)), chapter.name, chapter.path.stem)
+        if wanted.removesuffix(".ipynb") in names:
             return chapter
     known = ", ".join(chapter.path.stem for chapter in there) or "none"
     raise RunError(f"no chapter {wanted}; there are: {known}")
@@ -219,9 +216,8 @@ class Run:
         return digest.hexdigest()
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        package = Path(__file__).resolve().parent
-        data = package / "data" if (package / "data").is_dir() else package.parent / "data"
-        for folder, pattern in ((package, "*.py"), (data, "*")):
+        data = PACKAGE / "data" if (PACKAGE / "data").is_dir() else PACKAGE.parent / "data"
+        for folder, pattern in ((PACKAGE, "*.py"), (data, "*")):
             for path in sorted(folder.rglob(pattern)):
                 name = path.relative_to(folder).as_posix()
                 # Accepting records must not make every chapter stale: only the front page reads them.
