@@ -1,0 +1,157 @@
+"""Around the pages: what is assembled, what pages load, what is taken into the repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+from tools import accept, build_book
+from v41lib import notebook, runner
+from v41lib.experiments.base import BaseParams
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> runner.Run:
+    """A chapter that was stored without outputs, and its execution."""
+    chapter = tmp_path / "book" / "01_x.ipynb"
+    done = runner.Run(runner.Chapter(chapter), BaseParams())
+    for path in (chapter, done.output):
+        path.parent.mkdir(parents=True)
+    cell = new_code_cell("print(1)")
+    notebook.write(new_notebook(cells=[cell]), chapter)
+    cell.update(execution_count=1, outputs=[new_output("stream", text="1\n")])
+    notebook.write(new_notebook(cells=[cell], metadata={"papermill": {"duration": 1}}), done.output)
+    return done
+
+
+def test_pages_are_built_from_executed_chapters(run: runner.Run, tmp_path: Path) -> None:
+    book, site = run.chapter.path.parent, tmp_path / "site"
+    for name in ("_toc.yml", "_static/x.css", "_build/html/old.html", ".pytest_cache/README.md"):
+        (book / name).parent.mkdir(parents=True, exist_ok=True)
+        (book / name).write_text(name)
+    build_book.assemble(book, [run], site)
+    files = sorted(path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file())
+    assert files == ["01_x.ipynb", "_static/x.css", "_toc.yml"]
+    executed = notebook.read(site / "01_x.ipynb")
+    assert executed.cells[0].outputs[0].text == "1\n" and "papermill" not in executed.metadata
+
+
+def test_buttons_follow_the_repository_address(tmp_path: Path) -> None:
+    config = tmp_path / "_config.yml"
+    settings = yaml.safe_load((ROOT / "_config.yml").read_text())
+    for url, shown in (("", False), ("https://example.org/me/book", True)):
+        settings["repository"]["url"] = url
+        config.write_text(yaml.safe_dump(settings))
+        html = yaml.safe_load(build_book.effective_config(config))["html"]
+        assert [html[f"use_{name}_button"] for name in ("repository", "edit_page", "issues")] == [shown] * 3
+
+
+def test_nothing_is_executed_while_pages_are_built() -> None:
+    assert yaml.safe_load((ROOT / "_config.yml").read_text())["execute"]["execute_notebooks"] == "off"
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        '<script defer="defer" src="https://cdn.example/x.js"></script>',
+        '<link href="a.css" rel="stylesheet"/><link rel="stylesheet" href="//cdn.example/x.css">',
+        '<img alt="x" src="http://cdn.example/x.png">',
+        "@import url(https://cdn.example/x.css)",
+    ],
+)
+def test_what_pages_load_from_elsewhere_is_found(tmp_path: Path, loads: str) -> None:
+    (tmp_path / "index.html").write_text(f"<html>{loads}</html>")
+    ((address, files),) = build_book.remote_loads(tmp_path).items()
+    assert "cdn.example/x." in address and files == ["index.html"]
+
+
+def test_links_and_local_files_are_no_loads(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text('<a href="https://example.org">x</a><script src="_static/x.js"></script>')
+    assert build_book.remote_loads(tmp_path) == {}
+
+
+def test_new_pages_replace_the_old_ones_whole(tmp_path: Path) -> None:
+    old, new = tmp_path / "_build" / "html", tmp_path / "new"
+    for folder, name in ((old, "old.html"), (new, "new.html")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("")
+    build_book.replace_folder(new, old)
+    assert [path.name for path in old.iterdir()] == ["new.html"] and not new.exists()
+    assert [path.name for path in old.parent.iterdir()] == ["html"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["{doc}`nowhere`", "{glue:text}`no_such_number`"])
+def test_a_warning_fails_the_build_and_keeps_the_old_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    book = tmp_path / "book"
+    (book / "_build" / "html").mkdir(parents=True)
+    (book / "_build" / "html" / "index.html").write_text("the last good build")
+    (book / "_toc.yml").write_text("format: jb-book\nroot: 00_x\n")
+    (tmp_path / "_config.yml").write_text((ROOT / "_config.yml").read_text())
+    cells = [nbformat.v4.new_markdown_cell(f"# A chapter\n\n{text}")]
+    run = runner.Run(runner.Chapter(book / "00_x.ipynb"), BaseParams())
+    run.output.parent.mkdir(parents=True)
+    for path in (run.chapter.path, run.output):
+        notebook.write(notebook.normalise(new_notebook(cells=cells)), path)
+    monkeypatch.setattr(runner, "run_all", lambda *_: [run])
+    with pytest.raises(runner.RunError, match=r"no_such_number|nowhere"):
+        build_book.build(tmp_path, "ci")
+    assert (book / "_build" / "html" / "index.html").read_text() == "the last good build"
+
+
+# --- make accept ---
+
+
+def test_accepting_stores_the_plain_execution_once(run: runner.Run) -> None:
+    assert accept.accept_notebooks([run]) == ["01_x"]
+    stored = notebook.read(run.chapter.path)
+    assert stored.cells[0].execution_count == 1 and stored.cells[0].outputs[0].text == "1\n"
+    assert "papermill" not in stored.metadata and run.chapter.path.read_text().endswith("}\n")
+    assert accept.accept_notebooks([run]) == []
+
+
+def test_a_chapter_edited_while_it_ran_is_not_overwritten(run: runner.Run) -> None:
+    edited = new_notebook(cells=[new_code_cell("print(2)")])
+    notebook.write(edited, run.chapter.path)
+    with pytest.raises(runner.RunError, match="was edited while it ran"):
+        accept.accept_notebooks([run])
+    assert notebook.read(run.chapter.path).cells[0].source == "print(2)"
+
+
+def test_a_record_that_says_nothing_new_stays(tmp_path: Path) -> None:
+    fresh, accepted = tmp_path / "fresh", tmp_path / "accepted"
+    fresh.mkdir()
+    record = {"id": "x", "value": 1, "hash": "a", "date": "2026-01-01"}
+    (fresh / "x.json").write_text(json.dumps(record))
+    assert accept.accept_records(fresh, accepted) == ["x"]
+    (fresh / "x.json").write_text(json.dumps(record | {"date": "2026-02-02"}))
+    assert accept.accept_records(fresh, accepted) == []
+    assert "2026-01-01" in (accepted / "x.json").read_text()
+    (fresh / "x.json").write_text(json.dumps(record | {"value": 2}))
+    assert accept.accept_records(fresh, accepted) == ["x"]
+
+
+# --- the Makefile ---
+
+
+def test_make_alone_lists_the_targets() -> None:
+    said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True).stdout
+    for target in ("setup", "book", "test", "accept", "clean", "lock"):
+        assert f"make {target} " in said
+
+
+def test_the_tools_start_without_the_library(tmp_path: Path) -> None:
+    """The set-up runs before anything is installed: only the standard library, and isolated from ours."""
+    command = [sys.executable, "-I", "-S", str(ROOT / "tools" / "bootstrap.py"), "--help"]
+    assert "--tests" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
