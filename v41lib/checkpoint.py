@@ -51,8 +51,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
     """Build the model that ``folder/config.json`` describes and read its weights (FP32 or BF16 files).
 
     ``dtype`` is that of the matrices; norms' arithmetic, routers, mHC, sinks, compressors and the head stay FP32.
-    Raises ``CheckpointError`` (a ``ValueError``) for a missing, truncated or corrupt file, by name, and for tensors that
-    are missing, extra or misshapen, all in one message; ``FileNotFoundError`` when there is no checkpoint.
+    Raises ``CheckpointError`` (a ``ValueError``) for a missing, truncated or corrupt file, by name, and for tensors
+    that are missing, extra or misshapen, all in one message; ``FileNotFoundError`` when there is no checkpoint.
     """
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
@@ -60,7 +60,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
     config = Config.from_file(folder / CONFIG)
     if config.text.engram_layer_ids:
         raise CheckpointError(
-            f"{folder}: engram_layer_ids = {list(config.text.engram_layer_ids)}, but this version does not compute Engram"
+            f"{folder}: engram_layer_ids = {list(config.text.engram_layer_ids)}: this version does not compute Engram"
         )
     model = Model(config, device="meta", dtype=dtype)
     with ExitStack() as stack:
@@ -74,7 +74,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint, in order. Raises ``CheckpointError`` naming those that an index lists in vain."""
+    """The weight files of a checkpoint, in order. Raises ``CheckpointError`` naming those an index lists in vain."""
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} there")
@@ -114,9 +114,7 @@ def _check(folder: Path, model: Model, found: dict[str, Any]) -> None:
             problems.append(f"unreadable {name} is {header.get_dtype()}, must be one of {', '.join(READABLE)}")
     problems += [f"extra      {name}" for name in found if name not in wanted and not name.startswith(skipped)]
     if problems:
-        raise CheckpointError(
-            f"{folder}: {len(problems)} tensors do not fit its {CONFIG}:\n  " + "\n  ".join(problems)
-        )
+        raise CheckpointError(f"{folder}: {len(problems)} tensors do not fit its {CONFIG}:\n  " + "\n  ".join(problems))
 
 
 def save(model: Model, folder: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:

@@ -52,5 +52,89 @@ def run(
         raise click.ClickException(str(error)) from error
 
 
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("ids", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("-o", "output", type=click.Path(path_type=Path), required=True, help="Where to write the trace (.npz).")
+def trace(folder: Path, ids: Path, output: Path) -> None:
+    """Run the checkpoint in FOLDER on the token ids in IDS (.npy, [batch, length]) and keep every intermediate."""
+    import numpy as np
+    import torch
+
+    import v41lib
+    from v41lib.trace import save_trace
+
+    try:
+        input_ids = torch.from_numpy(np.atleast_2d(np.load(ids, allow_pickle=False)))
+        tensors = v41lib.load(folder).trace(input_ids)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise click.ClickException(str(error)) from error
+    save_trace(tensors, output)
+    click.echo(f"{len(tensors)} tensors in {output}")
+
+
+@main.command()
+@click.argument("a", type=click.Path(path_type=Path, exists=True))
+@click.argument("b", type=click.Path(path_type=Path, exists=True))
+@click.option("--atol", type=float, help="Largest difference allowed: 1e-4 for traces, 0 for checkpoints.")
+@click.option("--all", "everything", is_flag=True, help="List every tensor that differs, not the first alone.")
+@click.pass_context
+def diff(context: click.Context, a: Path, b: Path, atol: float | None, everything: bool) -> None:
+    """Name the first layer and tensor where two traces (.npz) or two checkpoints (folders) A and B part.
+
+    The exit status is 0 when they agree, 1 when they differ. Traces are compared where both have a tensor.
+    """
+    from v41lib.trace import diff_checkpoints, diff_traces, load_trace
+
+    if a.is_dir() != b.is_dir():
+        raise click.UsageError("compare two traces (.npz) or two checkpoints (folders), not one of each")
+    try:
+        if a.is_dir():
+            found = diff_checkpoints(a, b, 0.0 if atol is None else atol)
+        else:
+            found = diff_traces(load_trace(a), load_trace(b), 1e-4 if atol is None else atol)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    for path, names in ((a, found.only_a), (b, found.only_b)):
+        if names:
+            click.echo(f"only in {path}: {len(names)} tensors, {names[0]} first")
+    if not found.compared:
+        raise click.ClickException("they have no tensor in common")
+    if found.first is None:
+        click.echo(f"equal: {len(found.compared)} tensors compared")
+        context.exit(1 if a.is_dir() and (found.only_a or found.only_b) else 0)
+    click.echo(f"first difference of {len(found.differences)} in {len(found.compared)} tensors compared")
+    for difference in found.differences if everything else found.differences[:1]:
+        click.echo(f"  {difference}")
+    context.exit(1)
+
+
+@main.command()
+@click.argument("what")
+def inspect(what: str) -> None:
+    """Say what WHAT holds: a checkpoint folder, a config.json, or a preset (released, tiny, wide, miniature, bench)."""
+    from v41lib.accounting import params
+    from v41lib.config import Config, preset
+    from v41lib.plan import plan_layers
+
+    path = Path(what)
+    try:
+        config = Config.from_file(path / "config.json" if path.is_dir() else path) if path.exists() else preset(what)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    counts = params.count(config)
+    for name in ("backbone", "engram_tables", "vision", "dspark", "total"):
+        click.echo(f"{name.replace('_', ' '):14}{getattr(counts, name):>20,} parameters")
+    click.echo("layer  stack    ratio  mode     KV from  selection from")
+    for plan in plan_layers(config.text):
+        owners = ["-" if owner is None else str(owner) for owner in (plan.kv_owner, plan.index_owner)]
+        extra = ("  Engram" if plan.engram else "") + (
+            f"  candidate {plan.candidate_role}" if plan.candidate_role else ""
+        )
+        click.echo(
+            f"{plan.layer:>5}  {plan.stack:8} {plan.ratio:>5}  {plan.mode:8} {owners[0]:>7}  {owners[1]:>14}{extra}"
+        )
+
+
 if __name__ == "__main__":
     main()

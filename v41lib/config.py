@@ -7,6 +7,7 @@ back. Every violated rule is reported at once, with the field, its value and the
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -130,7 +131,9 @@ class TextConfig(_Section):
     def _broken_shapes(self) -> list[str]:
         broken = []
         if self.num_attention_heads % self.o_groups:
-            broken.append(f"num_attention_heads = {self.num_attention_heads}: must be a multiple of o_groups = {self.o_groups}")
+            broken.append(
+                f"num_attention_heads = {self.num_attention_heads}: must be a multiple of o_groups = {self.o_groups}"
+            )
         if self.qk_rope_head_dim % 2:
             broken.append(f"qk_rope_head_dim = {self.qk_rope_head_dim}: must be even, channels rotate in pairs")
         for field in ("head_dim", "index_head_dim"):
@@ -140,7 +143,8 @@ class TextConfig(_Section):
                 )
         if self.num_experts_per_tok > self.n_routed_experts:
             broken.append(
-                f"num_experts_per_tok = {self.num_experts_per_tok}: must not exceed n_routed_experts = {self.n_routed_experts}"
+                f"num_experts_per_tok = {self.num_experts_per_tok}: "
+                f"must not exceed n_routed_experts = {self.n_routed_experts}"
             )
         return broken
 
@@ -156,7 +160,7 @@ class TextConfig(_Section):
             )
         for field in ("kv_source_layer_ids", "index_source_layer_ids"):
             ids = getattr(self, field)
-            if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+            if any(a >= b for a, b in pairwise(ids)):
                 broken.append(f"{field} = {list(ids)}: must be strictly increasing")
             broken += [
                 f"{field} names layer {i}: layers are 0 to {layers - 1}" for i in ids if i >= min(layers, len(ratios))
@@ -187,7 +191,8 @@ class TextConfig(_Section):
             last = self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else None
             if cap != last:
                 broken.append(
-                    f"candidate_source_layer_id = {cap}: must be the last of kv_source_layer_ids ({last}), or -1 for no cap"
+                    f"candidate_source_layer_id = {cap}: "
+                    f"must be the last of kv_source_layer_ids ({last}), or -1 for no cap"
                 )
             for field in ("candidate_topk_blocks", "candidate_block_size"):
                 if getattr(self, field) == 0:
@@ -198,10 +203,16 @@ class TextConfig(_Section):
         broken = []
         ids, rows = self.engram_layer_ids, self.engram_num_embeddings
         if len(ids) != len(rows):
-            broken.append(f"engram_num_embeddings has {len(rows)} entries: must have one for each of engram_layer_ids = {list(ids)}")
-        for field, needed in (("engram_layer_ids", True), ("dspark_target_layer_ids", self.num_nextn_predict_layers > 0)):
+            broken.append(
+                f"engram_num_embeddings has {len(rows)} entries: "
+                f"must have one for each of engram_layer_ids = {list(ids)}"
+            )
+        for field, needed in (
+            ("engram_layer_ids", True),
+            ("dspark_target_layer_ids", self.num_nextn_predict_layers > 0),
+        ):
             values = getattr(self, field)
-            if any(a >= b for a, b in zip(values, values[1:], strict=False)):
+            if any(a >= b for a, b in pairwise(values)):
                 broken.append(f"{field} = {list(values)}: must be strictly increasing")
             if needed:
                 broken += [
@@ -225,7 +236,8 @@ class TextConfig(_Section):
                 )
             if self.dspark_noise_token_id >= self.vocab_size:
                 broken.append(
-                    f"dspark_noise_token_id = {self.dspark_noise_token_id}: must be below vocab_size = {self.vocab_size}"
+                    f"dspark_noise_token_id = {self.dspark_noise_token_id}: "
+                    f"must be below vocab_size = {self.vocab_size}"
                 )
         return broken
 
@@ -296,11 +308,12 @@ class Config(_Section):
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
-PRESETS = ("tiny", "wide", "bench")
+PRESETS = ("tiny", "wide", "miniature", "bench")
 
 
 def preset(name: str) -> Config:
-    """A small configuration that ships with the library: ``tiny`` and ``wide`` (the golden fixtures), ``bench``.
+    """A small configuration that ships with the library: ``tiny`` and ``wide`` (the golden fixtures), ``miniature``
+    (the released schedule of 40 layers at small widths) and ``bench``.
 
     Raises ``ValueError`` for another name.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import Config, TextConfig
@@ -18,22 +19,22 @@ from v41lib.plan import LayerPlan, first_decoder_layer, plan_layers
 
 @dataclass(frozen=True)
 class Residual:
-    """What flows from layer to layer: ``streams [B,S,R,M]`` and the carried ``pre [B,S,R]`` FP32 that reads them."""
+    """What flows from layer to layer: the streams, and the carried FP32 ``pre`` through which they are read."""
 
-    streams: Tensor
-    pre: Tensor
+    streams: Float[Tensor, "B S R M"]
+    pre: Float[Tensor, "B S R"]
 
 
 @dataclass(frozen=True)
 class Encoded:
     """The encoder's result: the residual entering the decoder, and the global KV that the whole decoder shares.
 
-    ``is_image [B,S]`` marks image tokens, None when there are none.
+    ``is_image`` marks image tokens, None when there are none.
     """
 
     residual: Residual
     shared: Shared
-    is_image: Tensor | None = None
+    is_image: Bool[Tensor, "B S"] | None = None
 
 
 class Block(nn.Module):
@@ -49,13 +50,17 @@ class Block(nn.Module):
         self.attn = Attention(text, plan, dtype)
         self.ffn = MoE(text, dtype)
 
-    def attention_input(self, residual: Residual) -> Tensor:
-        """The normed input of attention, ``[B,S,M]``; also what a KV source compresses."""
+    def attention_input(self, residual: Residual) -> Float[Tensor, "B S M"]:
+        """The normed input of attention; also what a KV source compresses."""
         normed: Tensor = self.attn_norm(collapse(residual.streams, residual.pre))
         return normed
 
     def forward(
-        self, residual: Residual, shared: Shared, is_image: Tensor | None = None, record: Record | None = None
+        self,
+        residual: Residual,
+        shared: Shared,
+        is_image: Bool[Tensor, "B S"] | None = None,
+        record: Record | None = None,
     ) -> tuple[Residual, Shared]:
         x = residual.streams
         note = record or (lambda name, value: None)
@@ -80,8 +85,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The exact text backbone on any schedule that validates (SPEC 2-7).
 
-    ``model(input_ids [B,S]) -> logits [B,S,V]`` FP32. Weights are drawn from ``seed``, except on the meta device.
-    ``dtype`` (float32 or bfloat16) is that of the matrices; what every port keeps in FP32 stays FP32.
+    ``model(input_ids)`` gives the FP32 logits of every position. Weights are drawn from ``seed``, except on the meta
+    device. ``dtype`` (float32 or bfloat16) is that of the matrices; what every port keeps in FP32 stays FP32.
     """
 
     def __init__(
@@ -108,6 +113,11 @@ class Model(nn.Module):
             self.initialise(seed)
 
     @property
+    def blocks(self) -> list[Block]:
+        """The layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    @property
     def device(self) -> torch.device:
         return self.head.weight.device
 
@@ -125,14 +135,15 @@ class Model(nn.Module):
             else:
                 weight.fill_(float(name.endswith(("norm.weight", ".scale"))))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """The logits of every position, ``[B,S] int -> [B,S,V]`` FP32: :meth:`decode` of :meth:`encode`.
+    def forward(self, input_ids: Int[Tensor, "B S"]) -> Float[Tensor, "B S V"]:
+        """The FP32 logits of every position: :meth:`decode` of :meth:`encode`.
 
-        Raises ``ValueError`` for input that is not ``[B,S]`` integers within the vocabulary and ``max_position_embeddings``.
+        Raises ``ValueError`` for input that is not ``[B,S]`` integers within the vocabulary and
+        ``max_position_embeddings``.
         """
         return self.decode(self.encode(input_ids))
 
-    def encode(self, input_ids: Tensor, record: Record | None = None) -> Encoded:
+    def encode(self, input_ids: Int[Tensor, "B S"], record: Record | None = None) -> Encoded:
         """Layers before the cut on every token, then the last KV source's global KV from their output (SPEC 6)."""
         ids = self._checked(input_ids)
         text = self.config.text
@@ -143,13 +154,13 @@ class Model(nn.Module):
         start = Encoded(Residual(streams, pre), Shared(), is_image if bool(is_image.any()) else None)
         encoded = self._run(start, 0, self.cut, record)
         if self.cut < len(self.layers):
-            source = self.layers[self.cut]
+            source = self.blocks[self.cut]
             kv = source.attn.publish(source.attention_input(encoded.residual))
             encoded = Encoded(encoded.residual, encoded.shared.publish(kv), encoded.is_image)
         return encoded
 
-    def decode(self, encoded: Encoded, record: Record | None = None) -> Tensor:
-        """Layers from the cut on, then the head, on the rows of ``encoded``: logits ``[B,S,V]`` FP32 (SPEC 6)."""
+    def decode(self, encoded: Encoded, record: Record | None = None) -> Float[Tensor, "B S V"]:
+        """Layers from the cut on, then the head, on the rows of ``encoded``: FP32 logits (SPEC 6)."""
         residual = self._run(encoded, self.cut, len(self.layers), record).residual
         logits: Tensor = self.head(self.norm(collapse(residual.streams, residual.pre)).float())
         if record:
@@ -157,13 +168,13 @@ class Model(nn.Module):
         return logits
 
     @torch.no_grad()
-    def trace(self, input_ids: Tensor) -> dict[str, Tensor]:
+    def trace(self, input_ids: Int[Tensor, "B S"]) -> dict[str, Tensor]:
         """Every intermediate of one forward pass, in order of computation; names end in ``.L`` for layer L.
 
-        ``streams.L`` the residual that leaves the block ``[B,S,R,M]``; ``window.L``, ``main.L``, ``keys.L`` what a cache
-        would hold; ``topk.L`` the selection ``[B,S,K]`` (ascending, -1 absent); ``cand.L`` the candidates as a mask
-        ``[B,S,C]``; ``route.L`` the experts ``[B*S,K]``; ``attn_in.L``, ``attn_out.L``, ``ffn_in.L``, ``ffn_out.L``
-        each sublayer's ends ``[B,S,M]``; at the end ``logits``.
+        ``streams.L`` the residual that leaves the block ``[B,S,R,M]``; ``window.L``, ``main.L``, ``keys.L`` what a
+        cache would hold; ``topk.L`` the selection ``[B,S,K]`` (ascending, -1 absent); ``cand.L`` the candidates as a
+        mask ``[B,S,C]``; ``route.L`` the experts ``[B*S,K]``; ``attn_in.L``, ``attn_out.L``, ``ffn_in.L`` and
+        ``ffn_out.L`` each sublayer's ends ``[B,S,M]``; at the end ``logits``.
         """
         tensors: dict[str, Tensor] = {}
         self.decode(self.encode(input_ids, tensors.__setitem__), tensors.__setitem__)
@@ -184,7 +195,9 @@ class Model(nn.Module):
                 "does not compute Engram; run a configuration without it"
             )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"input_ids is {input_ids.dtype} {list(input_ids.shape)}: must be int64 or int32 [batch, length]")
+            raise ValueError(
+                f"input_ids is {input_ids.dtype} {list(input_ids.shape)}: must be integers [batch, length]"
+            )
         if not input_ids.numel():
             raise ValueError(f"input_ids is {list(input_ids.shape)}: there must be at least one sequence of one token")
         if input_ids.shape[1] > text.max_position_embeddings:
@@ -197,4 +210,3 @@ class Model(nn.Module):
                 f"input_ids holds {low if low < 0 else high}: token ids are 0 to {text.vocab_size - 1} (vocab_size)"
             )
         return input_ids.to(self.device)
-

@@ -13,5 +13,14 @@ def data_path(*parts: str) -> Path:
         root = package.parent / "data"
     path = root.joinpath(*parts)
     if not path.exists():
-        raise FileNotFoundError(f"{'/'.join(('data', *parts))} is missing: reinstall v41lib, or restore it in the checkout")
+        raise FileNotFoundError(
+            f"{'/'.join(('data', *parts))} is missing: reinstall v41lib, or restore it in the checkout"
+        )
     return path
+
+
+def build_path(*parts: str) -> Path:
+    """Where fresh results go: ``build/`` of the checkout, or of the working folder when the library is installed."""
+    checkout = Path(__file__).resolve().parent.parent
+    root = checkout if (checkout / "book" / "_toc.yml").is_file() else Path.cwd()
+    return root.joinpath("build", *parts)

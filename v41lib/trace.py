@@ -84,7 +84,10 @@ def diff_traces(a: Mapping[str, Any], b: Mapping[str, Any], atol: float = 1e-4) 
     common = sorted(set(a) & set(b), key=order_of)
     differences = [found for name in common if (found := _differ(name, _array(a[name]), _array(b[name]), atol))]
     return Comparison(
-        tuple(common), tuple(differences), tuple(sorted(set(a) - set(b), key=order_of)), tuple(sorted(set(b) - set(a), key=order_of))
+        tuple(common),
+        tuple(differences),
+        tuple(sorted(set(a) - set(b), key=order_of)),
+        tuple(sorted(set(b) - set(a), key=order_of)),
     )
 
 

@@ -72,9 +72,12 @@ def _indexer(text: TextConfig, plan: LayerPlan) -> int:
     if not plan.selects:
         return 0
     count = text.index_n_heads * text.index_head_dim * text.q_lora_rank + text.index_n_heads * text.hidden_size
-    if plan.owns_kv:
-        count += text.index_head_dim * text.head_dim + text.index_head_dim  # wk, k_norm
-    return count
+    return count + (_index_keys(text) if plan.owns_kv else 0)
+
+
+def _index_keys(text: TextConfig) -> int:
+    """wk and k_norm: an index key from a latent."""
+    return text.index_head_dim * text.head_dim + text.index_head_dim
 
 
 def _hyper(text: TextConfig) -> int:
@@ -193,8 +196,8 @@ class Active:
     """Parameters that one token touches, by part, so that every counting convention is a sum of these.
 
     ``encoder`` and ``decoder`` count attention, compressors, indexers, mHC, norms, Engram projections, the router, the
-    shared expert and the chosen routed experts of their layers; ``global_kv`` is the last source's compressor, run
-    for every prompt token even when prefill stops at the encoder; ``embedding`` counts the whole table.
+    shared expert and the chosen routed experts of their layers; ``global_kv`` is the last source's compressor and its
+    index keys, run for every prompt token even when prefill stops at the encoder; ``embedding`` is the whole table.
     """
 
     encoder: int
@@ -219,7 +222,7 @@ def active(text: TextConfig) -> Active:
     return Active(
         encoder=touched["encoder"],
         decoder=touched["decoder"],
-        global_kv=_compressor(text, decoder_source) if decoder_source else 0,
+        global_kv=_compressor(text, decoder_source) + _index_keys(text) if decoder_source else 0,
         embedding=embedding_params(text),
         head=embedding_params(text) + text.hidden_size,
     )

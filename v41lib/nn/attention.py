@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
@@ -25,8 +26,8 @@ Record = Callable[[str, Tensor], None]
 BLOCK_ELEMENTS = 1 << 26
 
 
-def softmax_with_sink(logits: Tensor, sink: Tensor) -> Tensor:
-    """Softmax over the last axis of ``logits [...,H,T]`` whose denominator also counts ``exp(sink[H])`` (SPEC 4).
+def softmax_with_sink(logits: Float[Tensor, "... H T"], sink: Float[Tensor, " H"]) -> Float[Tensor, "... H T"]:
+    """Softmax over the last axis whose denominator also counts ``exp(sink)`` of each head (SPEC 4).
 
     A row of -inf gives zeros: all the weight is the sink's.
     """
@@ -39,12 +40,17 @@ def softmax_with_sink(logits: Tensor, sink: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, window: Tensor, in_window: Tensor, sink: Tensor, main: Tensor | None = None, entries: Tensor | None = None
-) -> Tensor:
-    """Joint attention of a block of queries: ``q [B,S,H,D] -> [B,S,H,D]`` (SPEC 4).
+    q: Float[Tensor, "B S H D"],
+    window: Float[Tensor, "B T D"],
+    in_window: Bool[Tensor, "S T"],
+    sink: Float[Tensor, " H"],
+    main: Float[Tensor, "B C D"] | None = None,
+    entries: Int[Tensor, "B S K"] | None = None,
+) -> Float[Tensor, "B S H D"]:
+    """Joint attention of a block of queries (SPEC 4).
 
-    ``window [B,T,D]`` are raw keys with ``in_window [S,T]`` true where visible; ``main [B,C,D]`` are compressed
-    entries of which each query sees ``entries [B,S,K]`` (-1 absent); ``sink [H]`` joins the denominator only.
+    ``window`` are raw keys, ``in_window`` true where a query sees one; ``main`` are compressed entries, of which each
+    query sees its ``entries`` (-1 absent); ``sink`` joins the denominator only.
     """
     batch, length, heads, width = q.shape
     scale = width**-0.5
@@ -88,12 +94,12 @@ class Attention(nn.Module):
         """This layer's rotation at ``positions``; windows and compressed entries share one table."""
         return rotation(positions, layer_frequencies(self.text, self.plan.ratio, positions.device))
 
-    def window_kv(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The layer's own window KV ``[B,S,D]``: projected, normed, rotated, rounded to FP8 (rotary part included)."""
+    def window_kv(self, x: Float[Tensor, "B S M"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
+        """The layer's own window KV: projected, normed, rotated, rounded to FP8 (rotary part included)."""
         return straight_through(rotate(self.kv_norm(self.wkv(x)), self.rotation_at(positions)), "fp8")
 
-    def publish(self, x: Tensor) -> GlobalKV:
-        """Compress the layer's whole input ``[B,S,M]`` into the global KV it owns.
+    def publish(self, x: Float[Tensor, "B S M"]) -> GlobalKV:
+        """Compress the layer's whole input into the global KV it owns.
 
         A latent is rotated at the position of its group's first token.
         """
@@ -107,8 +113,10 @@ class Attention(nn.Module):
             index_keys=self.indexer.keys(latent, by),
         )
 
-    def forward(self, x: Tensor, shared: Shared, record: Record | None = None) -> tuple[Tensor, Shared]:
-        """Attend from every row of ``x [B,S,M]``, the normed input of positions 0 to S-1: ``[B,S,M]`` and what it published.
+    def forward(
+        self, x: Float[Tensor, "B S M"], shared: Shared, record: Record | None = None
+    ) -> tuple[Float[Tensor, "B S M"], Shared]:
+        """Attend from each row of ``x``, the normed input of positions 0 to S-1. Also returns what it shares.
 
         Queries are processed in blocks: no tensor of S x T x heads exists. Raises ``RuntimeError`` when the KV or the
         selection it reads is not the one its plan names.
@@ -159,9 +167,17 @@ class Attention(nn.Module):
         return self.wo_b(torch.einsum("bsgi,goi->bsgo", groups, weight).flatten(2))
 
     def _select(
-        self, x: Tensor, q_latent: Tensor, by: Rotation, kv: GlobalKV, visible: Tensor, shared: Shared, start: int, stop: int
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        by: Rotation,
+        kv: GlobalKV,
+        visible: Tensor,
+        shared: Shared,
+        start: int,
+        stop: int,
     ) -> tuple[Tensor, Tensor | None]:
-        """One query block's selection ``[B,S,K]`` and, from a candidate source that must choose, its pool ``[B,S,N]``."""
+        """One query block's selection ``[B,S,K]``, and the pool ``[B,S,N]`` of a candidate source that must choose."""
         text, count = self.text, kv.main.shape[1]
         width = min(text.index_topk, count)
         queries, weights = self.indexer.queries(x, q_latent, by)
@@ -187,7 +203,9 @@ class Attention(nn.Module):
         if self.plan.selects:
             pool = text.candidate_topk_blocks * text.candidate_block_size
             gathers = self.plan.candidate_role == "consumer" and entries > pool
-            a_query += (pool * text.index_head_dim + text.index_n_heads * pool) if gathers else text.index_n_heads * entries
+            a_query += (
+                (pool * text.index_head_dim + text.index_n_heads * pool) if gathers else text.index_n_heads * entries
+            )
         block = max(1, min(BLOCK_ELEMENTS // (batch * a_query), max(text.sliding_window, 64)))
         length = x.shape[1]
         for start in range(0, length, block):
@@ -203,7 +221,10 @@ class Attention(nn.Module):
             entries = shared.selection_of(self.plan.layer).entries
             record("topk", pad_entries(entries, self.text.index_topk))
         if self.plan.candidate_role:
-            pool, count = shared.candidates_of(self.text.candidate_source_layer_id), shared.kv_of(self.plan.kv_owner).main.shape[1]
+            pool, count = (
+                shared.candidates_of(self.text.candidate_source_layer_id),
+                shared.kv_of(self.plan.kv_owner).main.shape[1],
+            )
             record("cand", _as_mask(pool, window.shape[:2], count, self.plan.ratio))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
 from v41lib.nn.norm import RMSNorm
 
 
-def pool(values: Tensor, gates: Tensor, ratio: int) -> Tensor:
-    """Mix each closed group of ``ratio`` tokens, per channel, by the softmax of its gates: ``[B,S,D] -> [B,S//ratio,D]``.
+def pool(values: Float[Tensor, "B S D"], gates: Float[Tensor, "B S D"], ratio: int) -> Float[Tensor, "B C D"]:
+    """Mix each closed group of ``ratio`` tokens, per channel, by the softmax of its gates; ``C = S // ratio``.
 
     Groups do not overlap. An open group at the end contributes nothing (SPEC 4).
     """
@@ -21,7 +22,7 @@ def pool(values: Tensor, gates: Tensor, ratio: int) -> Tensor:
 
 
 class Compressor(nn.Module):
-    """From a layer's normed input ``[B,S,M]`` to its latents ``[B,S//ratio,D]``, before rotation and rounding (SPEC 4).
+    """From a layer's normed input to its latents, one a closed group, before rotation and rounding (SPEC 4).
 
     Ratio 1 has no gate. The projections are FP32, the result has the input's dtype.
     """
@@ -34,7 +35,7 @@ class Compressor(nn.Module):
         if ratio > 1:
             self.wgate = nn.Linear(text.hidden_size, text.head_dim, bias=False, dtype=torch.float32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "B S M"]) -> Float[Tensor, "B C D"]:
         wide = x.float()
         latent = self.wkv(wide)
         if self.ratio > 1:
@@ -43,11 +44,11 @@ class Compressor(nn.Module):
         return normed.to(x.dtype)
 
 
-def visible_entries(positions: Tensor, ratio: int) -> Tensor:
+def visible_entries(positions: Int[Tensor, " S"], ratio: int) -> Int[Tensor, " S"]:
     """How many compressed entries a query at each position sees: entry g when ``g < (i+1)//ratio`` (SPEC 4)."""
     return torch.div(positions + 1, ratio, rounding_mode="floor")
 
 
-def pad_entries(entries: Tensor, width: int) -> Tensor:
-    """Extend ``entries [..., K]`` with -1 (absent) to ``width`` columns."""
+def pad_entries(entries: Int[Tensor, "... K"], width: int) -> Int[Tensor, "... W"]:
+    """Extend ``entries`` with -1 (absent) to ``width`` columns."""
     return F.pad(entries, (0, width - entries.shape[-1]), value=-1)

@@ -10,19 +10,20 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 
 class Mix(NamedTuple):
-    """The coefficients a site produces, FP32: ``pre [B,S,R]``, ``post [B,S,R]``, ``comb [B,S,R,R]`` (input, output)."""
+    """The coefficients that a site produces, FP32. ``comb`` is indexed by input stream, then output stream."""
 
-    pre: Tensor
-    post: Tensor
-    comb: Tensor
+    pre: Float[Tensor, "B S R"]
+    post: Float[Tensor, "B S R"]
+    comb: Float[Tensor, "B S R R"]
 
 
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Push ``logits [N,R,R]`` (input stream, output stream) towards doubly stochastic matrices (SPEC 3).
+def sinkhorn(logits: Float[Tensor, "N R R"], iterations: int, eps: float) -> Float[Tensor, "N R R"]:
+    """Push ``logits`` (input stream, output stream) towards doubly stochastic matrices (SPEC 3).
 
     Softmax over the output axis, one column normalisation, then ``iterations - 1`` times (row, column). Columns are
     sums over the input axis; they come last, so they sum to one to rounding, the rows only nearly.
@@ -37,7 +38,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class HyperConnection(nn.Module):
-    """The site before one sublayer: from the streams ``X [B,S,R,M]`` to the coefficients of its mix (SPEC 3).
+    """The site before one sublayer: from the streams to the coefficients of its mix (SPEC 3).
 
     All parameters and arithmetic are FP32. ``fn [R(R+2), R*M]`` holds R rows for pre, R for post, R*R for comb.
     """
@@ -50,7 +51,7 @@ class HyperConnection(nn.Module):
         self.base = nn.Parameter(torch.zeros(rows, dtype=torch.float32))
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float32))
 
-    def forward(self, x: Tensor) -> Mix:
+    def forward(self, x: Float[Tensor, "B S R M"]) -> Mix:
         batch, length, streams, _ = x.shape
         flat = x.flatten(2).float()
         # The norm has no weight, so its factor may follow the projection: one pass over the streams instead of two.
@@ -65,12 +66,17 @@ class HyperConnection(nn.Module):
         )
 
 
-def collapse(x: Tensor, pre: Tensor) -> Tensor:
-    """A sublayer's input: the streams ``[B,S,R,M]`` weighted by the carried ``pre [B,S,R]`` and summed, ``[B,S,M]``."""
+def collapse(x: Float[Tensor, "B S R M"], pre: Float[Tensor, "B S R"]) -> Float[Tensor, "B S M"]:
+    """A sublayer's input: the streams weighted by the carried ``pre`` and summed."""
     return (pre.unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype)
 
 
-def expand(x: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """The streams after a sublayer: ``out [B,S,M]`` spread by ``post``, plus the old streams mixed by ``comb``."""
+def expand(
+    x: Float[Tensor, "B S R M"],
+    out: Float[Tensor, "B S M"],
+    post: Float[Tensor, "B S R"],
+    comb: Float[Tensor, "B S R R"],
+) -> Float[Tensor, "B S R M"]:
+    """The streams after a sublayer: its ``out`` spread by ``post``, plus the old streams mixed by ``comb``."""
     mixed = comb.transpose(-1, -2) @ x.float()
     return (mixed + post.unsqueeze(-1) * out.float().unsqueeze(-2)).to(x.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
@@ -17,11 +18,12 @@ from v41lib.nn.quant import straight_through
 from v41lib.nn.rope import Rotation, rotate
 
 
-def score(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """``sum_h weight_h * relu(q_h . k)`` for ``queries [B,S,H,D]``, ``weights [B,S,H]``: ``[B,S,T]`` FP32 (SPEC 5).
-
-    ``keys`` is ``[B,T,D]``, the same for all queries, or ``[B,S,T,D]``, each query's own.
-    """
+def score(
+    queries: Float[Tensor, "B S H D"],
+    weights: Float[Tensor, "B S H"],
+    keys: Float[Tensor, "B T D"] | Float[Tensor, "B S T D"],
+) -> Float[Tensor, "B S T"]:
+    """``sum_h weight_h * relu(q_h . k)``, FP32 (SPEC 5); ``keys`` are the same for all queries, or each query's own."""
     keys = keys.float()
     if keys.dim() == 3:
         batch, length, heads, width = queries.shape
@@ -32,8 +34,8 @@ def score(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return (weights.float().unsqueeze(-2) @ products.relu()).squeeze(-2)
 
 
-def best(scores: Tensor, k: int) -> Tensor:
-    """The ``k`` highest of ``scores [..., T]``, ties to the lower index, ascending, -1 for those scored -inf."""
+def best(scores: Float[Tensor, "... T"], k: int) -> Int[Tensor, "... K"]:
+    """The ``k`` highest scores' places, ties to the lower index, ascending, -1 for those scored -inf."""
     width = scores.shape[-1]
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0, which must tie with it
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the floats
@@ -44,16 +46,20 @@ def best(scores: Tensor, k: int) -> Tensor:
     return torch.where(top < width, top, -1)
 
 
-def hide_invisible(scores: Tensor, entries: Tensor, visible: Tensor) -> Tensor:
-    """Set to -inf the scores of absent (-1) and not yet visible ``entries``, for ``visible [S]`` entries a query."""
+def hide_invisible(
+    scores: Float[Tensor, "B S T"], entries: Int[Tensor, " T"] | Int[Tensor, "B S T"], visible: Int[Tensor, " S"]
+) -> Float[Tensor, "B S T"]:
+    """Set to -inf the scores of absent (-1) and not yet visible ``entries``; query s sees ``visible[s]`` of them."""
     return scores.masked_fill((entries < 0) | (entries >= visible.unsqueeze(-1)), -torch.inf)
 
 
-def candidate_blocks(scores: Tensor, visible: Tensor, size: int, count: int) -> Tensor:
-    """The blocks a later indexer may search, ``[B,S,N]`` ascending then -1, from the source's ``scores [B,S,C]`` (SPEC 5).
+def candidate_blocks(
+    scores: Float[Tensor, "B S C"], visible: Int[Tensor, " S"], size: int, count: int
+) -> Int[Tensor, "B S N"]:
+    """The blocks that a later indexer may search, from the candidate source's scores (SPEC 5).
 
     A block of ``size`` neighbours scores as its best visible entry; the block of the newest visible entry is always
-    kept; the ``count`` best stay. ``scores`` must be -inf where invisible.
+    kept; the ``count`` best stay, ascending, then -1. ``scores`` must be -inf where invisible.
     """
     blocks = F.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
     numbers = torch.arange(blocks.shape[-1], device=scores.device)
@@ -61,29 +67,41 @@ def candidate_blocks(scores: Tensor, visible: Tensor, size: int, count: int) -> 
     return best(blocks.masked_fill(numbers == newest, torch.inf), count)
 
 
-def block_entries(blocks: Tensor, size: int) -> Tensor:
-    """The entries of ``blocks [..., N]``: ``[..., N*size]`` ascending, -1 for absent blocks."""
+def block_entries(blocks: Int[Tensor, "... N"], size: int) -> Int[Tensor, "... entries"]:
+    """The ``N * size`` entries of ``blocks``, ascending; -1 for those of absent blocks."""
     entries = blocks.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)
     return torch.where(blocks.unsqueeze(-1) < 0, -1, entries).flatten(-2)
 
 
-def gather_rows(rows: Tensor, entries: Tensor) -> Tensor:
-    """``rows [B,C,D]`` at ``entries [B,S,K]``: ``[B,S,K,D]``; an absent or unwritten entry reads some row, to be masked."""
+def gather_rows(rows: Float[Tensor, "B C D"], entries: Int[Tensor, "B S K"]) -> Float[Tensor, "B S K D"]:
+    """Each query's own rows. An absent entry (-1) reads some row, for the caller to mask."""
     batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1)
     return rows[batch, entries.clamp(0, rows.shape[1] - 1)]
 
 
-def select_everywhere(queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Score every visible entry: the selection ``[B,S,min(k,C)]`` and the scores ``[B,S,C]``, -inf where invisible."""
+def select_everywhere(
+    queries: Float[Tensor, "B S H D"],
+    weights: Float[Tensor, "B S H"],
+    keys: Float[Tensor, "B C D"],
+    visible: Int[Tensor, " S"],
+    k: int,
+) -> tuple[Int[Tensor, "B S K"], Float[Tensor, "B S C"]]:
+    """Score every visible entry: the selection, ``K = min(k, C)``, and the scores, -inf where invisible."""
     entries = torch.arange(keys.shape[1], device=keys.device)
     scores = hide_invisible(score(queries, weights, keys), entries, visible)
     return best(scores, k), scores
 
 
 def select_among(
-    queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, k: int, blocks: Tensor, size: int
-) -> Tensor:
-    """Score only the entries of the candidate ``blocks [B,S,N]``: the selection ``[B,S,min(k,C)]`` (SPEC 5)."""
+    queries: Float[Tensor, "B S H D"],
+    weights: Float[Tensor, "B S H"],
+    keys: Float[Tensor, "B C D"],
+    visible: Int[Tensor, " S"],
+    k: int,
+    blocks: Int[Tensor, "B S N"],
+    size: int,
+) -> Int[Tensor, "B S K"]:
+    """Score only the entries of the candidate ``blocks``: the selection, ``K = min(k, C)`` (SPEC 5)."""
     entries = block_entries(blocks, size)
     scores = hide_invisible(score(queries, weights, gather_rows(keys, entries)), entries, visible)
     picked = best(scores, k)  # slots of the pool; ascending slots are ascending entries
@@ -103,12 +121,14 @@ class Indexer(nn.Module):
             self.wk = nn.Linear(text.head_dim, self.width, bias=False, dtype=dtype)
             self.k_norm = RMSNorm(self.width, text.rms_norm_eps, dtype)
 
-    def keys(self, latent: Tensor, by: Rotation) -> Tensor:
-        """Index keys ``[B,C,D_index]`` from the latents *before* their rotation, rounded to MXFP4."""
+    def keys(self, latent: Float[Tensor, "B C D"], by: Rotation) -> Float[Tensor, "B C D_index"]:
+        """Index keys from the latents *before* their rotation, rounded to MXFP4."""
         return straight_through(rotate(self.k_norm(self.wk(latent)), by), "mxfp4")
 
-    def queries(self, x: Tensor, q_latent: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
-        """Index queries ``[B,S,H,D_index]``, rounded to MXFP4, and head weights ``[B,S,H]`` FP32."""
+    def queries(
+        self, x: Float[Tensor, "B S M"], q_latent: Float[Tensor, "B S Q"], by: Rotation
+    ) -> tuple[Float[Tensor, "B S H D_index"], Float[Tensor, "B S H"]]:
+        """Index queries, rounded to MXFP4, and head weights, FP32."""
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
         weights = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5
         return straight_through(rotate(q, by), "mxfp4"), weights

@@ -6,20 +6,21 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
 
 
 class Route(NamedTuple):
-    """The experts of each token ``[N,K]`` and their weights ``[N,K]`` FP32."""
+    """The experts of each of N tokens and their weights, FP32."""
 
-    experts: Tensor
-    weights: Tensor
+    experts: Int[Tensor, "N K"]
+    weights: Float[Tensor, "N K"]
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in FP32; ``[..., F] -> [..., F]`` in the input's dtype (SPEC 7)."""
+def clamped_swiglu(gate: Float[Tensor, "... F"], up: Float[Tensor, "... F"], limit: float) -> Float[Tensor, "... F"]:
+    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` in FP32, then back to the input's dtype (SPEC 7)."""
     product = F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
     return product.to(gate.dtype)
 
@@ -37,8 +38,8 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(text.n_routed_experts, dtype=torch.float32), requires_grad=False)
         self.bias_vl = nn.Parameter(torch.zeros(text.n_routed_experts, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: Tensor, is_image: Tensor | None = None) -> Route:
-        """Route ``x [N,M]``; ``is_image [N]`` bool marks the tokens that choose with ``bias_vl``."""
+    def forward(self, x: Float[Tensor, "N M"], is_image: Bool[Tensor, " N"] | None = None) -> Route:
+        """Route each token; ``is_image`` marks the tokens that choose with ``bias_vl``."""
         scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
         bias = self.bias if is_image is None else torch.where(is_image.unsqueeze(-1), self.bias_vl, self.bias)
         chosen = (scores + bias).topk(self.k, dim=-1).indices
@@ -49,7 +50,7 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """One SwiGLU with clamped branches, used as the shared expert: ``[..., M] -> [..., M]`` (SPEC 7)."""
+    """One SwiGLU with clamped branches, used as the shared expert (SPEC 7)."""
 
     def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Expert(nn.Module):
         self.w2 = nn.Linear(text.moe_intermediate_size, text.hidden_size, bias=False, dtype=dtype)
         self.w3 = nn.Linear(text.hidden_size, text.moe_intermediate_size, bias=False, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Float[Tensor, "... M"]) -> Float[Tensor, "... M"]:
         out: Tensor = self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
         return out
 
@@ -74,8 +75,8 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(experts, width, inner, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(experts, inner, width, dtype=dtype))
 
-    def forward(self, x: Tensor, route: Route) -> Tensor:
-        """``x [N,M] -> [N,M]`` FP32: the weighted sum of each token's experts, added in order of expert number."""
+    def forward(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
+        """The FP32 weighted sum of each token's experts, added in order of expert number."""
         k = route.experts.shape[-1]
         order = route.experts.flatten().argsort(stable=True)
         sizes = route.experts.flatten().bincount(minlength=len(self.w1)).tolist()
@@ -90,7 +91,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward sublayer: routed experts plus the shared one, ``[B,S,M] -> [B,S,M]`` (SPEC 7)."""
+    """The feed-forward sublayer: routed experts plus the shared one (SPEC 7)."""
 
     def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -98,8 +99,10 @@ class MoE(nn.Module):
         self.experts = Experts(text, dtype)
         self.shared_experts = Expert(text, dtype)
 
-    def forward(self, x: Tensor, is_image: Tensor | None = None) -> tuple[Tensor, Route]:
-        """``is_image [B,S]`` bool, or None when no token is one. Returns the output and the route of the B*S tokens."""
+    def forward(
+        self, x: Float[Tensor, "B S M"], is_image: Bool[Tensor, "B S"] | None = None
+    ) -> tuple[Float[Tensor, "B S M"], Route]:
+        """The output, and the route of the B*S tokens. ``is_image`` is None when no token is one."""
         flat = x.flatten(0, 1)
         route = self.gate(flat, None if is_image is None else is_image.flatten())
         out = self.experts(flat, route) + self.shared_experts(flat).float()

@@ -6,20 +6,23 @@ import math
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from v41lib.config import TextConfig, YarnScaling
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angles at some positions, each ``[..., D/2]`` FP32."""
+    """Cosines and sines of the angles at some positions, FP32."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Float[Tensor, "... pairs"]
+    sin: Float[Tensor, "... pairs"]
 
 
-def frequencies(width: int, theta: float, yarn: YarnScaling | None = None, device: torch.device | None = None) -> Tensor:
-    """Radians a position for each channel pair, ``[width/2]`` FP32 (SPEC 4; YaRN, Peng et al. 2023).
+def frequencies(
+    width: int, theta: float, yarn: YarnScaling | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians a position for each of the ``width/2`` channel pairs, FP32 (SPEC 4; YaRN, Peng et al. 2023).
 
     YaRN divides the slow pairs by ``factor``, leaves the fast ones, and blends linearly in between. There is no
     attention-scale factor.
@@ -50,14 +53,14 @@ def layer_frequencies(text: TextConfig, ratio: int, device: torch.device | None 
     return frequencies(text.qk_rope_head_dim, text.compress_rope_theta, text.rope_scaling, device=device)
 
 
-def rotation(positions: Tensor, freqs: Tensor) -> Rotation:
-    """The rotation at integer ``positions [...]``, for ``freqs [D/2]``: ``[..., D/2]`` FP32, as the release computes it."""
+def rotation(positions: Int[Tensor, ...], freqs: Float[Tensor, " pairs"]) -> Rotation:
+    """The rotation at integer positions, its angles computed in FP32 as the release does."""
     angles = positions.float().unsqueeze(-1) * freqs
     return Rotation(angles.cos(), angles.sin())
 
 
-def rotate(x: Tensor, by: Rotation, inverse: bool = False) -> Tensor:
-    """Rotate the last channels of ``x [..., D]`` in adjacent pairs; ``inverse`` rotates back.
+def rotate(x: Float[Tensor, "... D"], by: Rotation, inverse: bool = False) -> Float[Tensor, "... D"]:
+    """Rotate the last channels of ``x`` in adjacent pairs; ``inverse`` rotates back.
 
     ``by`` must broadcast against ``x``'s leading axes. Norms are kept; the result has ``x``'s dtype.
     """

@@ -6,47 +6,43 @@ There is no module-level slot. A reader states whose tensor it means, and anothe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from jaxtyping import Float, Int
 from torch import Tensor
-
-
-class _Owned(Protocol):
-    @property
-    def owner(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class GlobalKV:
-    """A KV source's compressed entries: ``main [B,C,D]`` rotated and rounded, ``index_keys [B,C,D_index]`` likewise."""
+    """A KV source's compressed entries and their index keys, rotated and rounded."""
 
     owner: int
     ratio: int
-    main: Tensor
-    index_keys: Tensor
+    main: Float[Tensor, "B C D"]
+    index_keys: Float[Tensor, "B C D_index"]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The entries each query attends to: ``entries [B,S,K]`` int64, ascending, then -1 where fewer are visible."""
+    """The entries that each query attends to, ascending, then -1 where fewer are visible."""
 
     owner: int
-    entries: Tensor
+    entries: Int[Tensor, "B S K"]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The blocks later indexers may search: ``blocks [B,S,N]`` int64, ascending, then -1; ``size`` entries a block.
+    """The blocks that later indexers may search, ascending, then -1; ``size`` entries a block.
 
     ``blocks`` is None while the whole context fits the pool: then everything visible is a candidate.
     """
 
     owner: int
     size: int
-    blocks: Tensor | None
+    blocks: Int[Tensor, "B S N"] | None
 
 
-_T = TypeVar("_T", bound=_Owned)
+_T = TypeVar("_T", GlobalKV, Selection, Candidates)
 
 
 def _owned_by(value: _T | None, owner: int | None, what: str) -> _T:

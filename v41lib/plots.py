@@ -1,0 +1,138 @@
+"""One look for every figure: opaque, colour-blind safe, legible on light and dark pages."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from cycler import cycler
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+# Okabe and Ito's colours, which stay apart for the common kinds of colour blindness.
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW, BLACK = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#222222",
+)  # fmt: skip
+GREY = "#8C8C8C"
+MODE_COLOURS = {"local": GREY, "full": RED, "reindex": ORANGE, "reuse": SKY}
+WIDTH = 7.2  # inches; the text column of a page
+
+
+def use_style() -> None:
+    """Set the book's look for all figures made afterwards."""
+    mpl.rcParams.update(
+        {
+            "figure.facecolor": "white",
+            "axes.facecolor": "white",
+            "savefig.facecolor": "white",
+            "figure.dpi": 150,
+            "figure.constrained_layout.use": True,
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": "#E5E5E5",
+            "grid.linewidth": 0.6,
+            "axes.axisbelow": True,
+            "axes.prop_cycle": cycler(color=[BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK]),
+            "lines.linewidth": 1.6,
+            "legend.frameon": False,
+        }
+    )
+
+
+def figure(height: float, width: float = WIDTH, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of the book, ``height`` and ``width`` in inches, with ``columns`` axes side by side."""
+    use_style()
+    fig, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
+    return fig, list(axes[0])
+
+
+def layer_map(layers: pd.DataFrame) -> Figure:
+    """Which layer reads what? One column a layer; a bar spans the layers that read one source's KV or selection."""
+    fig, (ax,) = figure(2.9)
+    rows = {"mode": 3.0, "global KV of": 2.0, "selection of": 1.0, "candidates": 0.0}
+    for layer, (_, row) in enumerate(layers.iterrows()):
+        ax.add_patch(plt.Rectangle((layer - 0.44, rows["mode"] - 0.38), 0.88, 0.76, color=MODE_COLOURS[row["mode"]]))
+        label = "L" if row["mode"] == "local" else str(row["ratio"])
+        ax.text(layer, rows["mode"], label, ha="center", va="center", fontsize=7, color=BLACK)
+        if row["Engram"]:
+            ax.plot(layer, rows["mode"] + 0.62, marker="v", color=GREEN, markersize=6, clip_on=False)
+        if row["candidates"]:
+            source = row["candidates"] == "source"
+            ax.plot(layer, rows["candidates"], marker="s" if source else "o", color=PURPLE, markersize=7)
+    for column, name, colour in (("KV from", "global KV of", BLUE), ("selection from", "selection of", ORANGE)):
+        for source, members in layers.groupby(column):
+            first, last = members.index.min(), members.index.max()
+            ax.add_patch(
+                plt.Rectangle((first - 0.42, rows[name] - 0.22), last - first + 0.84, 0.44, color=colour, alpha=0.55)
+            )
+            ax.text(first, rows[name], str(source), ha="center", va="center", fontsize=7, weight="bold", color=BLACK)
+    pool = layers.index[layers["candidates"] != ""]
+    if len(pool):
+        ax.plot([pool.min(), pool.max()], [rows["candidates"]] * 2, color=PURPLE, linewidth=1, zorder=0)
+    cut = layers.index[layers["stack"] == "decoder"].min()
+    ax.axvline(cut - 0.5, color=BLACK, linewidth=1.2)
+    ax.text(cut - 0.8, 3.95, "encoder", ha="right", va="center", fontsize=8)
+    ax.text(cut - 0.2, 3.95, "decoder", ha="left", va="center", fontsize=8)
+    ax.set(xlim=(-0.7, len(layers) - 0.3), ylim=(-0.45, 4.2), xlabel="layer", yticks=list(rows.values()))
+    ax.set_yticklabels(list(rows))
+    ax.set_xticks(range(0, len(layers), 4))
+    ax.grid(False)
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(left=False)
+    handles: list[Artist] = [Patch(color=colour, label=mode) for mode, colour in MODE_COLOURS.items()]
+    handles += [
+        ax.plot([], [], marker="v", color=GREEN, linestyle="", label="Engram")[0],
+        ax.plot([], [], marker="s", color=PURPLE, linestyle="", label="candidate source")[0],
+        ax.plot([], [], marker="o", color=PURPLE, linestyle="", label="searches the pool")[0],
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=7.5, handlelength=1.1, columnspacing=1.1)
+    ax.set_title("Which layer reads what?", pad=12)
+    return fig
+
+
+def readers(moved: pd.DataFrame) -> Figure:
+    """Whose KV and whose selection moves each layer? A filled cell moved when that source was disturbed."""
+    kinds = list(moved.columns.get_level_values(0).unique())
+    use_style()
+    heights = [moved[kind].shape[1] for kind in kinds]
+    fig, axes = plt.subplots(
+        len(kinds), 1, figsize=(WIDTH, 0.9 + 0.19 * sum(heights)), height_ratios=heights, sharex=True
+    )
+    for ax, kind, colour in zip(axes, kinds, (BLUE, ORANGE), strict=True):
+        cells = np.asarray(moved[kind]).T
+        cmap = mpl.colors.ListedColormap(["white", colour])
+        ax.imshow(cells, cmap=cmap, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        ax.set_yticks(range(cells.shape[0]), [str(source) for source in moved[kind].columns])
+        ax.set_xticks([x - 0.5 for x in range(cells.shape[1])], minor=True)
+        ax.set_yticks([y - 0.5 for y in range(cells.shape[0])], minor=True)
+        ax.grid(False)
+        ax.grid(True, which="minor")
+        ax.tick_params(which="both", left=False, bottom=False)
+        ax.set_ylabel(f"{kind} of")
+    axes[-1].set_xticks(range(0, len(moved), 4))
+    axes[-1].set_xlabel("layer that moved")
+    axes[0].set_title("Whose KV and whose selection moves each layer?")
+    return fig
+
+
+def stored_and_touched(parts: pd.DataFrame) -> Figure:
+    """Where are the parameters, and which does one token touch? Columns ``stored`` and ``touched``, one row a part."""
+    fig, (ax,) = figure(3.6)
+    places = range(len(parts))
+    ax.hlines(places, parts["touched"], parts["stored"], color="#C8C8C8", linewidth=3, zorder=1)
+    ax.scatter(parts["stored"], places, color=BLUE, s=42, zorder=2, label="stored")
+    ax.scatter(parts["touched"], places, color=ORANGE, s=42, zorder=3, marker="D", label="touched by one token")
+    ax.set_xscale("log")
+    ax.set_yticks(list(places), list(parts.index))
+    ax.set_xlabel("parameters")
+    ax.set_title("Where are the parameters, and which does one token touch?")
+    ax.legend(loc="lower right")
+    return fig

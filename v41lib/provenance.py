@@ -1,0 +1,84 @@
+"""What a result depends on: a hash of an experiment's parameters and of the code that it reaches.
+
+Reached code is followed through global names, function by function and class by class, inside v41lib. Comments and
+docstrings do not count, so prose may change without a measurement going stale; the shipped configurations do count.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from v41lib.resources import data_path
+
+PACKAGE = __name__.partition(".")[0]
+CONSTANTS = (int, float, str, tuple, list, dict, frozenset)
+
+
+def experiment_hash(experiment: Callable[..., Any], params: BaseModel) -> str:
+    """Sixteen hex digits that change when the parameters, the reached code or a shipped configuration does."""
+    digest = hashlib.sha256()
+    digest.update(json.dumps(params.model_dump(mode="json"), sort_keys=True).encode())
+    for name, source in sorted(reached_code(experiment).items()):
+        digest.update(f"\n{name}\n{source}".encode())
+    for path in sorted(data_path("configs").glob("*.json")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def reached_code(start: Callable[..., Any]) -> dict[str, str]:
+    """Every function, class and constant of v41lib that ``start`` reaches: qualified name to normalised source."""
+    found: dict[str, str] = {}
+    queue: list[Any] = [start]
+    while queue:
+        item = inspect.unwrap(queue.pop())
+        name = f"{item.__module__}.{item.__qualname__}"
+        if name in found:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
+        found[name] = ast.dump(_without_docstrings(tree))
+        module = inspect.getmodule(item)
+        for label, value in _named_in(tree, vars(module) if module else {}):
+            if _is_code(value):
+                queue.append(value)
+            elif label.isupper() and isinstance(value, CONSTANTS):  # a table of functions is reached through, too
+                members = list(value.values()) if isinstance(value, dict) else [value]
+                queue += [member for member in members if _is_code(member)]
+                plain = {k: v for k, v in value.items() if not _is_code(v)} if isinstance(value, dict) else value
+                found[f"{name}:{label}"] = repr(plain)
+    return found
+
+
+def _is_code(value: Any) -> bool:
+    """A function or class of this package."""
+    ours = str(getattr(value, "__module__", "")).startswith(PACKAGE)
+    return ours and (isinstance(value, type | types.FunctionType) or hasattr(value, "__wrapped__"))
+
+
+def _named_in(tree: ast.AST, scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values that a piece of code names, as ``name`` or as ``module.name`` of this package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in scope:
+            yield node.id, scope[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = scope.get(node.value.id)
+            if isinstance(owner, types.ModuleType) and owner.__name__.startswith(PACKAGE) and hasattr(owner, node.attr):
+                yield node.attr, getattr(owner, node.attr)
+
+
+def _without_docstrings(tree: ast.AST) -> ast.AST:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            first = body[0].value
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                node.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree
