@@ -123,6 +123,61 @@ def readers(moved: pd.DataFrame) -> Figure:
     return fig
 
 
+def kv_by_owner(owners: pd.DataFrame, tokens: int, short: pd.DataFrame) -> Figure:
+    """Who owns the bytes, and what do short contexts pay? Bytes a token, by owner and by length."""
+    fig, (left, right) = figure(2.7, columns=2)
+    base = 0.0
+    for place, (_, row) in enumerate(owners.iterrows()):
+        for part, colour in (("main KV", BLUE), ("index keys", ORANGE)):
+            height = row[part] / tokens
+            left.bar(place, height, bottom=base, color=colour, width=0.75)
+            base += height
+        left.text(place, base + 15, f"{base:,.0f}", ha="center", fontsize=8)
+    left.set(xlabel="owner (layer)", ylabel="bytes a token, adding up", ylim=(0, base * 1.12))
+    left.set_xticks(range(len(owners)), [str(owner) for owner in owners.index])
+    left.legend(handles=[Patch(color=BLUE, label="main KV"), Patch(color=ORANGE, label="index keys")], loc="upper left")
+    left.set_title("Who owns the bytes?")
+    right.axhline(base, color=GREY, linewidth=1)
+    right.plot(short.index, short["a token"], marker="o", markersize=4, color=BLUE)
+    right.set(xlabel="tokens in the context", ylabel="bytes a token", ylim=(0, base * 1.12), xticks=range(0, 17, 4))
+    right.set_title("What do short contexts pay?")
+    return fig
+
+
+def lineage(table: pd.DataFrame) -> Figure:
+    """How many bytes a token did earlier models keep? Log scale."""
+    fig, (ax,) = figure(1.9)
+    names = list(table.index)[::-1]
+    values = [float(table.loc[name, "bytes a token"]) for name in names]
+    ax.barh(names, values, color=[ORANGE if "V4.1" in name else BLUE for name in names], height=0.6)
+    for place, value in enumerate(values):
+        ax.text(value * 1.12, place, f"{value:,.0f} B", va="center", fontsize=8)
+    ax.set_xscale("log")
+    ax.set(xlim=(100, max(values) * 6), xlabel="bytes of KV cache a token")
+    ax.set_title("How many bytes a token did earlier models keep?")
+    return fig
+
+
+def format_limits(magnitudes: pd.DataFrame, tails: pd.DataFrame) -> Figure:
+    """Where does a format end, and which latents suit it? Left: error against magnitude. Right: error against tails."""
+    fig, (left, right) = figure(3.3, columns=2)
+    names = list(magnitudes.columns)
+    colours = dict(zip(names, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
+    marks = dict(zip(names, (":", "-", "--", "-", ":"), strict=True))
+    for ax, table in ((left, magnitudes), (right, tails)):
+        for name in table.columns:
+            ax.plot(table.index, table[name], color=colours[name], linestyle=marks[name], label=name)
+        ax.set_xscale("log")
+    left.set_yscale("log")
+    left.set(xlabel="weight of the norm", ylabel="relative error of a latent")
+    left.set_title("Where does a format end?")
+    right.set(xlabel="degrees of freedom (heavy tails to the left)", ylabel="relative error")
+    right.set_title("Which latents suit it?")
+    handles, labels = left.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    return fig
+
+
 def stored_and_touched(parts: pd.DataFrame) -> Figure:
     """Where are the parameters, and which does one token touch? Columns ``stored`` and ``touched``, one row a part."""
     fig, (ax,) = figure(3.6)
