@@ -26,7 +26,7 @@ SCREENED: dict[str, tuple[int, tuple[int, ...]]] = {
     "ratio4-ratio3": (64, (39, 63, 172)),
 }
 CASES = [pytest.param(name, seed, id=f"{name}-{seed}") for name, (_, seeds) in SCREENED.items() for seed in seeds]
-# Cached decoding after these prefixes: of one token, inside and at the end of a group, a block and a window.
+# Cached decoding after these prefixes: one token, even and odd lengths, inside an open group of every ratio.
 PREFIXES = {"tiny": (1, 16), "wide": (77,), "deep": (24,), "ratio4-ratio3": (46,)}
 DECODED = [pytest.param(name, many, id=f"{name}-after-{many}") for name, each in PREFIXES.items() for many in each]
 
