@@ -301,6 +301,8 @@ def _html_row(claim: Claim, record: Record | None, page: str | None) -> str:
         stack = f"torch {record.versions['torch']}, Python {record.versions['python']}"
         facts["Measured"] = f"{record.date}, profile {record.profile}, {record.device}, {stack}{spread}"
         facts["Experiment"] = f"{record.experiment}, hash {record.hash}"
+        if is_stale(record):
+            facts["Note"] = "made before its code last changed; to be run again"
     else:
         facts["Chapter"] = f"{claim.chapter}, not written yet" if found == "pending" else claim.chapter
     details = "".join(f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items())
