@@ -12,13 +12,39 @@ import shutil
 import sys
 from pathlib import Path
 
+import nbformat
+import yaml
+
 from v41lib import notebook, runner
 from v41lib.experiments.base import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILE: Profile = "ci"
+INSTALL = "install"  # the tag of the cell that Colab needs
+INSTALL_CELL = """\
+import importlib.util
+
+if importlib.util.find_spec("v41lib") is None:
+    %pip install --quiet "v41lib @ git+{address}"
+"""
 # When these are equal, the rest of a record (its date, device, versions) says nothing new.
 SUBSTANCE = ("value", "spread", "seeds", "params", "hash")
+
+
+def set_install_cell(path: Path, address: str) -> None:
+    """Gives a chapter the cell that installs v41lib where it is missing, or takes it out while there is no address.
+
+    Colab sees a notebook alone. Everywhere else the cell finds the library and does nothing.
+    """
+    chapter = notebook.read(path)
+    cells = [cell for cell in chapter.cells if INSTALL not in notebook.tags(cell)]
+    if address:
+        source = INSTALL_CELL.format(address=address.rstrip("/"))
+        metadata = {"tags": [INSTALL, "remove-cell"]}
+        cells.insert(1, nbformat.v4.new_code_cell(source, id="install", metadata=metadata))
+    if [cell.source for cell in cells] != [cell.source for cell in chapter.cells]:
+        chapter.cells = cells
+        notebook.write(chapter, path)
 
 
 def accept_records(fresh: Path, accepted: Path) -> list[str]:
@@ -56,6 +82,9 @@ def accept_notebooks(runs: list[runner.Run]) -> list[str]:
 def main() -> None:
     try:
         book = runner.find_book(ROOT / "book")
+        address = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))["repository"]["url"]
+        for path in sorted(book.glob("[0-9][0-9]_*.ipynb")):
+            set_install_cell(path, address)
         runner.run_all(book, PROFILE)
         records = accept_records(ROOT / "build" / "records" / PROFILE, ROOT / "data" / "records")
         notebooks = accept_notebooks(runner.run_all(book, PROFILE))

@@ -9,17 +9,21 @@ The pages are built from `build/site`, a copy of `book/` with every chapter repl
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import yaml
 
-from v41lib import notebook, runner
+from v41lib import ledger, notebook, runner
 
+RUNS = "<!-- runs -->"  # where the status page takes its table
 ROOT = Path(__file__).resolve().parent.parent
 # Not the `jupyter-book` script: its first line names the place of `.venv` and breaks when a checkout is moved.
 JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
@@ -33,8 +37,47 @@ def assemble(book: Path, runs: list[runner.Run], site: Path) -> None:
     """Copies the book's sources to ``site``, with the executed chapters in place of the stored ones."""
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(book, site, ignore=shutil.ignore_patterns("_build", ".*", "__pycache__"))
+    records = {run.chapter.path.stem: json.loads(run.record.read_text(encoding="utf-8")) for run in runs}
     for run in runs:
-        notebook.write(notebook.normalise(notebook.read(run.output)), site / run.chapter.path.name)
+        executed = notebook.normalise(notebook.read(run.output))
+        verified = last_verified(records[run.chapter.path.stem])
+        executed.cells.append(nbformat.v4.new_markdown_cell(verified, id="last-verified"))
+        notebook.write(executed, site / run.chapter.path.name)
+    status = (site / "status.md").read_text(encoding="utf-8")
+    (site / "status.md").write_text(status.replace(RUNS, runs_table(records)), encoding="utf-8")
+
+
+def last_verified(record: dict[str, Any]) -> str:
+    """The line at the foot of a chapter: when it ran and on what."""
+    facts = ", ".join(_conditions(record))
+    return f"---\n\n*Last verified {record['started'][:10]}: {facts}. See [](status).*"
+
+
+def runs_table(records: dict[str, dict[str, Any]]) -> str:
+    """The status page's table, one row a chapter, in MyST."""
+    rows = ["| chapter | date | profile | device | versions | seconds |", "|---|---|---|---|---|---:|"]
+    for page, record in records.items():
+        profile, device, versions, seconds = _conditions(record)
+        date = record["started"][:16].replace("T", " ")
+        rows.append(f"| [](./{page}) | {date} | {profile} | {device} | {versions} | {seconds.removesuffix(' s')} |")
+    return "\n".join(rows)
+
+
+def _conditions(record: dict[str, Any]) -> tuple[str, str, str, str]:
+    versions = record["versions"]
+    return (
+        f"profile {record['profile']}",
+        record["device"],
+        f"torch {versions['torch']}, Python {versions['python']}",
+        f"{record['seconds']:.0f} s",
+    )
+
+
+def refuse_untrue_ledger(runs: list[runner.Run]) -> None:
+    """Stops the build on a ledger that does not hold: see ``ledger.audit``."""
+    chapters = {run.chapter.number for run in runs}
+    if problems := ledger.audit(ledger.load_claims(), ledger.accepted_records(), chapters):
+        raise runner.RunError("the ledger does not hold:\n  " + "\n  ".join(problems))
 
 
 def effective_config(config: Path) -> str:
@@ -43,6 +86,10 @@ def effective_config(config: Path) -> str:
     if settings["repository"]["url"]:
         buttons = ("use_repository_button", "use_edit_page_button", "use_issues_button")
         settings["html"].update(dict.fromkeys(buttons, True))
+        settings["launch_buttons"] = {
+            "colab_url": "https://colab.research.google.com",
+            "binderhub_url": "https://mybinder.org",
+        }
     return yaml.safe_dump(settings, sort_keys=False)
 
 
@@ -59,6 +106,7 @@ def build(root: Path, profile: runner.Profile) -> Path:
     """Runs stale chapters, builds the pages, and returns the front page. Raises ``RunError`` if anything is amiss."""
     book = runner.find_book(root / "book")
     runs = runner.run_all(book, profile)
+    refuse_untrue_ledger(runs)
     site, pages = root / "build" / "site", root / "build" / "pages"
     assemble(book, runs, site)
     config = root / "build" / "_config.yml"

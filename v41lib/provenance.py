@@ -7,6 +7,7 @@ docstrings do not count, so prose may change without a measurement going stale; 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -20,7 +21,6 @@ from pydantic import BaseModel
 from v41lib.resources import data_path
 
 PACKAGE = __name__.partition(".")[0]
-CONSTANTS = (int, float, str, tuple, list, dict, frozenset)
 
 
 def experiment_hash(experiment: Callable[..., Any], params: BaseModel) -> str:
@@ -49,12 +49,31 @@ def reached_code(start: Callable[..., Any]) -> dict[str, str]:
         for label, value in _named_in(tree, vars(module) if module else {}):
             if _is_code(value):
                 queue.append(value)
-            elif label.isupper() and isinstance(value, CONSTANTS):  # a table of functions is reached through, too
-                members = list(value.values()) if isinstance(value, dict) else [value]
-                queue += [member for member in members if _is_code(member)]
-                plain = {k: v for k, v in value.items() if not _is_code(v)} if isinstance(value, dict) else value
-                found[f"{name}:{label}"] = repr(plain)
+            elif label.isupper():
+                plain, code = _constant(value)
+                queue += code
+                if plain is not None:
+                    found[f"{name}:{label}"] = plain
     return found
+
+
+def _constant(value: Any) -> tuple[str | None, list[Any]]:
+    """A constant as text, and the code inside it (a table of functions, an instance's class); None for the rest."""
+    if _is_code(value):
+        return f"{value.__module__}.{value.__qualname__}", [value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value), []
+    if dataclasses.is_dataclass(value) and _is_code(type(value)):
+        plain, code = _constant([getattr(value, field.name) for field in dataclasses.fields(value)])
+        return plain, [type(value), *code]
+    if isinstance(value, dict):
+        value = sorted(value.items(), key=lambda item: repr(item[0]))
+    elif isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    elif not isinstance(value, list | tuple):
+        return None, []
+    parts = [_constant(member) for member in value]
+    return str([plain for plain, _ in parts]), [code for _, codes in parts for code in codes]
 
 
 def _is_code(value: Any) -> bool:

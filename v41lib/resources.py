@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -20,7 +21,9 @@ def data_path(*parts: str) -> Path:
 
 
 def build_path(*parts: str) -> Path:
-    """Where fresh results go: ``build/`` of the checkout, or of the working folder when the library is installed."""
+    """Where fresh results go: ``V41_BUILD`` if set, else ``build/`` of the checkout or of the working folder."""
+    if chosen := os.environ.get("V41_BUILD"):
+        return Path(chosen, *parts)
     checkout = Path(__file__).resolve().parent.parent
     root = checkout if (checkout / "book" / "_toc.yml").is_file() else Path.cwd()
     return root.joinpath("build", *parts)

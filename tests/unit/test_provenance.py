@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from v41lib import provenance
+from v41lib.experiments import counting, four_bits, kv_bytes
 from v41lib.experiments import map as experiment
 from v41lib.experiments.base import BaseParams
 
@@ -77,7 +79,16 @@ def test_code_is_followed_through_methods_tables_and_modules() -> None:
     assert "v41lib.accounting.params.count" not in reached
 
 
-def test_no_path_or_address_enters_a_hash() -> None:
-    for name, source in provenance.reached_code(experiment.settled).items():
+def test_constants_are_read_to_their_last_part() -> None:
+    """Tables of functions and format records count by what they hold."""
+    reached = provenance.reached_code(four_bits.compare)
+    assert "v41lib.experiments.four_bits.int4_round_trip" in reached
+    constants = {name: text for name, text in reached.items() if ":" in name}
+    assert any(name.endswith(":FP4") and "16" in text for name, text in constants.items())
+
+
+@pytest.mark.parametrize("start", [experiment.settled, four_bits.settled, kv_bytes.settled, counting.settled])
+def test_no_path_or_address_enters_a_hash(start: Callable[..., object]) -> None:
+    for name, source in provenance.reached_code(start).items():
         assert " at 0x" not in source, name
         assert "site-packages" not in source, name
