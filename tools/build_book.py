@@ -24,6 +24,7 @@ import yaml
 from v41lib import ledger, notebook, runner
 
 RUNS = "<!-- runs -->"  # where the status page takes its table
+CLAIM = re.compile(r":class: claim\n(.*?)\n:::", re.DOTALL)  # the box that opens a chapter
 ROOT = Path(__file__).resolve().parent.parent
 # Not the `jupyter-book` script: its first line names the place of `.venv` and breaks when a checkout is moved.
 JUPYTER_BOOK = "from jupyter_book.cli.main import main; main()"
@@ -41,6 +42,9 @@ def assemble(book: Path, runs: list[runner.Run], site: Path) -> None:
     for run in runs:
         executed = notebook.normalise(notebook.read(run.output))
         verified = last_verified(records[run.chapter.path.stem])
+        if claim := CLAIM.search(executed.cells[0].source):  # what a search engine shows under the title
+            description = " ".join(claim.group(1).split())
+            executed.metadata["myst"] = {"html_meta": {"description": description}}
         executed.cells.append(nbformat.v4.new_markdown_cell(verified, id="last-verified"))
         notebook.write(executed, site / run.chapter.path.name)
     status = (site / "status.md").read_text(encoding="utf-8")
@@ -57,9 +61,10 @@ def runs_table(records: dict[str, dict[str, Any]]) -> str:
     """The status page's table, one row a chapter, in MyST."""
     rows = ["| chapter | date | profile | device | versions | seconds |", "|---|---|---|---|---|---:|"]
     for page, record in records.items():
-        profile, device, versions, seconds = _conditions(record)
+        _, device, versions, _ = _conditions(record)
         date = record["started"][:16].replace("T", " ")
-        rows.append(f"| [](./{page}) | {date} | {profile} | {device} | {versions} | {seconds.removesuffix(' s')} |")
+        cells = [f"[](./{page})", date, record["profile"], device, versions, f"{record['seconds']:.0f}"]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +108,29 @@ def diff(context: click.Context, a: Path, b: Path, atol: float | None, everythin
     for difference in found.differences if everything else found.differences[:1]:
         click.echo(f"  {difference}")
     context.exit(1)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, with records, as JSON.")
+@click.option("--verdict", help="Only claims with this verdict.")
+def claims(as_json: bool, verdict: str | None) -> None:
+    """The ledger: every claim with its verdict, from the accepted records."""
+    from v41lib import ledger
+
+    if verdict is not None and verdict not in ledger.VERDICTS:
+        raise click.UsageError(f"no verdict {verdict!r}: there are {', '.join(ledger.VERDICTS)}")
+    try:
+        if as_json:
+            entries = [entry for entry in json.loads(ledger.to_json()) if verdict in (None, entry["verdict"])]
+            click.echo(json.dumps(entries, indent=1))
+            return
+        for row in ledger.table().to_dict("records"):
+            if verdict in (None, row["verdict"]):
+                ours = f"  ours {row['ours']}" if row["ours"] else ""
+                click.echo(f"{row['chapter']}  {row['verdict']:12}  {row['id']}: {row['claim']}")
+                click.echo(f"    published {row['published'] or '-'}{ours}")
+    except ledger.LedgerError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @main.command()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import pandas as pd
 import torch
@@ -109,6 +109,14 @@ class Record(_Frozen):
     date: str
 
 
+class Measured(NamedTuple):
+    """A value with its spread over seeds, for claims about models that learned."""
+
+    value: Value
+    spread: float | None = None
+    seeds: int = 1
+
+
 class LedgerError(ValueError):
     """Claims and records that do not fit together."""
 
@@ -139,40 +147,35 @@ def verdict(claim: Claim, record: Record | None) -> Verdict:
     return "consistent" if claim.kind == "small-model" else "reproduced"
 
 
-def settle(
-    values: Mapping[str, Value],
-    by: Callable[..., Any],
-    params: BaseParams,
-    spread: Mapping[str, float] | None = None,
-    seeds: int = 1,
-) -> pd.DataFrame:
-    """Record ``values`` (claim id to measured value), which the experiment ``by`` found with ``params``.
+def settle(experiment: Callable[[Any], Mapping[str, Value | Measured]], params: BaseParams) -> pd.DataFrame:
+    """Run an experiment and record what it returns: claim ids to values.
 
     Returns a table of claim, published value, ours and verdict. Raises ``LedgerError`` for an id that is no claim.
     """
+    values = experiment(params)
     claims = load_claims()
     unknown = [name for name in values if name not in claims]
     if unknown:
         raise LedgerError(f"no claim {', '.join(unknown)} in claims.yml")
     folder = build_path("records", params.profile)
+    folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for name, value in values.items():
-        claim = claims[name]
+    for name, found in values.items():
+        claim, measured = claims[name], found if isinstance(found, Measured) else Measured(found)
         record = Record(
             id=name,
-            value=value.item() if hasattr(value, "item") else value,
-            spread=(spread or {}).get(name),
-            seeds=seeds,
+            value=measured.value,
+            spread=measured.spread,
+            seeds=measured.seeds,
             chapter=claim.chapter,
-            experiment=f"{by.__module__}.{by.__qualname__}",
+            experiment=f"{experiment.__module__}.{experiment.__qualname__}",
             params=params.model_dump(mode="json"),
-            hash=experiment_hash(by, params),
+            hash=experiment_hash(experiment, params),
             profile=params.profile,
             device=device_name(params.device),
             versions=versions(),
             date=datetime.now(UTC).date().isoformat(),
         )
-        folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{name}.partial"
         temporary.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, folder / f"{name}.json")
@@ -204,7 +207,8 @@ def device_name(device: str) -> str:
     """The name of a device for a reader: the GPU's own, or CPU with its thread count."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(device))
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def versions() -> dict[str, str]:

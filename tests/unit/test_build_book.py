@@ -10,13 +10,22 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from tools import accept, build_book
-from v41lib import notebook, runner
+from v41lib import ledger, notebook, runner
 from v41lib.experiments.base import BaseParams
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+RECORD = {
+    "started": "2026-01-02T03:04:05+00:00",
+    "profile": "ci",
+    "device": "CPU, 2 threads",
+    "versions": {"torch": "2.13.0", "python": "3.11.2"},
+    "seconds": 12.4,
+}
 
 
 @pytest.fixture
@@ -30,6 +39,7 @@ def run(tmp_path: Path) -> runner.Run:
     notebook.write(new_notebook(cells=[cell]), chapter)
     cell.update(execution_count=1, outputs=[new_output("stream", text="1\n")])
     notebook.write(new_notebook(cells=[cell], metadata={"papermill": {"duration": 1}}), done.output)
+    done.record.write_text(json.dumps(RECORD))
     return done
 
 
@@ -38,11 +48,45 @@ def test_pages_are_built_from_executed_chapters(run: runner.Run, tmp_path: Path)
     for name in ("_toc.yml", "_static/x.css", "_build/html/old.html", ".pytest_cache/README.md"):
         (book / name).parent.mkdir(parents=True, exist_ok=True)
         (book / name).write_text(name)
+    (book / "status.md").write_text(f"# Status\n\n{build_book.RUNS}\n")
     build_book.assemble(book, [run], site)
     files = sorted(path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file())
-    assert files == ["01_x.ipynb", "_static/x.css", "_toc.yml"]
+    assert files == ["01_x.ipynb", "_static/x.css", "_toc.yml", "status.md"]
     executed = notebook.read(site / "01_x.ipynb")
     assert executed.cells[0].outputs[0].text == "1\n" and "papermill" not in executed.metadata
+    assert "Last verified 2026-01-02: profile ci, CPU, 2 threads, torch 2.13.0" in executed.cells[-1].source
+    row = "| [](./01_x) | 2026-01-02 03:04 | ci | CPU, 2 threads | torch 2.13.0, Python 3.11.2 | 12 |"
+    assert row in (site / "status.md").read_text()
+
+
+def test_a_chapter_is_described_by_its_claim(run: runner.Run, tmp_path: Path) -> None:
+    executed = notebook.read(run.output)
+    box = ":::{admonition} The claim\n:class: claim\nIt takes\n890 bytes.\n:::"
+    executed.cells.insert(0, new_markdown_cell(box))
+    notebook.write(executed, run.output)
+    (run.chapter.path.parent / "status.md").write_text(build_book.RUNS)
+    build_book.assemble(run.chapter.path.parent, [run], tmp_path / "site")
+    described = notebook.read(tmp_path / "site" / "01_x.ipynb").metadata["myst"]["html_meta"]["description"]
+    assert described == "It takes 890 bytes."
+
+
+def test_an_untrue_ledger_stops_the_build(run: runner.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "accepted_records", dict)
+    with pytest.raises(runner.RunError, match="claim layers-full: chapter 01 exists but has no record of it"):
+        build_book.refuse_untrue_ledger([run])
+
+
+def test_the_cell_that_colab_needs_follows_the_repository_address(run: runner.Run) -> None:
+    path = run.chapter.path
+    before = path.read_bytes()
+    for address, cells in (("", 1), ("https://example.org/me/book/", 2), ("https://example.org/me/book/", 2)):
+        accept.set_install_cell(path, address)
+        assert len(notebook.read(path).cells) == cells
+    install = notebook.read(path).cells[1]
+    assert 'find_spec("v41lib") is None' in install.source
+    assert 'git+https://example.org/me/book"' in install.source
+    accept.set_install_cell(path, "")
+    assert path.read_bytes() == before
 
 
 def test_buttons_follow_the_repository_address(tmp_path: Path) -> None:
@@ -51,7 +95,9 @@ def test_buttons_follow_the_repository_address(tmp_path: Path) -> None:
     for url, shown in (("", False), ("https://example.org/me/book", True)):
         settings["repository"]["url"] = url
         config.write_text(yaml.safe_dump(settings))
-        html = yaml.safe_load(build_book.effective_config(config))["html"]
+        effective = yaml.safe_load(build_book.effective_config(config))
+        html = effective["html"]
+        assert ("launch_buttons" in effective) is shown
         assert [html[f"use_{name}_button"] for name in ("repository", "edit_page", "issues")] == [shown] * 3
 
 
@@ -97,13 +143,16 @@ def test_a_warning_fails_the_build_and_keeps_the_old_pages(
     book = tmp_path / "book"
     (book / "_build" / "html").mkdir(parents=True)
     (book / "_build" / "html" / "index.html").write_text("the last good build")
-    (book / "_toc.yml").write_text("format: jb-book\nroot: 00_x\n")
+    (book / "_toc.yml").write_text("format: jb-book\nroot: 00_x\nchapters:\n- file: status\n")
+    (book / "status.md").write_text(f"# Status\n\n{build_book.RUNS}\n")
+    (book / "references.bib").write_text("")
     (tmp_path / "_config.yml").write_text((ROOT / "_config.yml").read_text())
     cells = [nbformat.v4.new_markdown_cell(f"# A chapter\n\n{text}")]
     run = runner.Run(runner.Chapter(book / "00_x.ipynb"), BaseParams())
     run.output.parent.mkdir(parents=True)
     for path in (run.chapter.path, run.output):
         notebook.write(notebook.normalise(new_notebook(cells=cells)), path)
+    run.record.write_text(json.dumps(RECORD))
     monkeypatch.setattr(runner, "run_all", lambda *_: [run])
     with pytest.raises(runner.RunError, match=r"no_such_number|nowhere"):
         build_book.build(tmp_path, "ci")

@@ -140,22 +140,26 @@ def test_a_stale_long_run_is_shown_and_does_not_stop_the_build() -> None:
     assert "made before its code last changed" in ledger.to_html({"layers-full": claim()}, {"layers-full": old}, {})
 
 
+def four_and_three(params: experiment.Params) -> dict[str, object]:
+    return {"layers-full": 4, "layers-local": ledger.Measured(3, spread=0.5, seeds=2)}
+
+
 def test_settling_records_the_value_and_its_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "build_path", lambda *parts: tmp_path.joinpath(*parts))
     params = experiment.Params()
-    table = ledger.settle({"layers-full": 4, "layers-local": 3}, by=experiment.settled, params=params)
+    table = ledger.settle(four_and_three, params)
     assert list(table["verdict"]) == ["reproduced", "contradicted"]
     records = ledger.load_records(tmp_path / "records" / "ci")
     assert records["layers-full"].value == 4
-    assert records["layers-full"].hash == experiment_hash(experiment.settled, params)
-    assert not ledger.is_stale(records["layers-full"])
+    assert records["layers-full"].hash == experiment_hash(four_and_three, params)
+    assert records["layers-local"].spread == 0.5
     with pytest.raises(LedgerError, match="no claim layers-fulll"):
-        ledger.settle({"layers-fulll": 4}, by=experiment.settled, params=params)
+        ledger.settle(lambda params: {"layers-fulll": 4}, params)
 
 
 def test_an_unreadable_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "layers-full.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(LedgerError, match="layers-full.json: not a record"):
+    with pytest.raises(LedgerError, match=r"layers-full\.json: not a record"):
         ledger.load_records(tmp_path)
     (tmp_path / "layers-full.json").write_text(record(id="other").model_dump_json(), encoding="utf-8")
     with pytest.raises(LedgerError, match="holds the record of other"):

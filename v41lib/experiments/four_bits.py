@@ -95,11 +95,11 @@ def compare(params: Params) -> pd.DataFrame:
         kept_weights, kept_out = _attend(q, kept)
         kl = (weights * (weights.clamp_min(1e-30).log() - kept_weights.clamp_min(1e-30).log())).sum(-1)
         rows[name] = {
-            "bits a channel": bits,
-            "relative error": _relative(kept, exact),
+            "bits": bits,
+            "error": _relative(kept, exact),
             "cosine": float(F.cosine_similarity(kept, exact, dim=-1).mean()),
             "attention error": float(((kept_out - out).norm(dim=-1) / out.norm(dim=-1)).median()),
-            "KL (nats)": float(kl.median()),
+            "KL, nats": float(kl.median()),
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("format")
 
@@ -189,7 +189,7 @@ def breaks_at(table: pd.DataFrame, name: str = MAIN, factor: float = 1.5) -> tup
 
 def in_words(params: Params, errors: pd.DataFrame, magnitudes: pd.DataFrame, tails: pd.DataFrame) -> dict[str, str]:
     """The numbers that the chapter's prose quotes, as text."""
-    error = errors["relative error"]
+    error = errors["error"]
     fp8, int4 = error.index[0], error.index[2]
     low, high = breaks_at(magnitudes)
     better = tails.index[tails[MAIN] < tails[int4]]
@@ -209,7 +209,7 @@ def in_words(params: Params, errors: pd.DataFrame, magnitudes: pd.DataFrame, tai
 
 def settled(params: Params) -> dict[str, float]:
     """The values of this chapter's claims."""
-    errors = compare(params)["relative error"]
+    errors = compare(params)["error"]
     return {
         "fp4-range": largest_representable(),
         "fp4-latent-bound": largest_latent(params),
