@@ -3,13 +3,15 @@
 Matrices may be plain (FP32, BF16) or in the released formats: dense ones in FP8 E4M3 with one power-of-two scale for a
 32 x 32 tile, routed experts in MXFP4 with one for 32 inputs, each scale tensor beside its weight. Loading looks at
 every header first and reports all that is missing, extra or misshapen in one error. Saving writes everything beside
-the old files and only then swaps, so an interruption leaves a checkpoint that loads.
+the old files, then a journal of the renames to make: until the journal is there the old checkpoint is whole, and from
+then on whoever opens the folder next finishes the renames.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +30,8 @@ from v41lib.nn import quant
 from v41lib.plan import plan_layers
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+JOURNAL = ".save-journal.json"
+OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # the weight files that a save may replace or remove
 # Parts of the released checkpoint that are not the text backbone; skipped when the config declares them.
 VISION_PARTS = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 DRAFT_PARTS = ("mtp.",)
@@ -105,10 +109,17 @@ class _Reader:
     """The tensors of a checkpoint by name, whatever file and format each lies in; reads only what is asked for."""
 
     def __init__(self, folder: Path, stack: ExitStack, prefix: str = "") -> None:
+        home = _weight_map(folder)
         self.files = {}
         for path in checkpoint_files(folder, prefix):
-            file = stack.enter_context(_opened(path))
-            self.files.update({name: file for name in file.keys()})  # noqa: SIM118 (not a mapping)
+            file = stack.enter_context(opened(path))
+            # Where two shards hold the same tensor, the index says which one counts.
+            names = [name for name in file.keys() if home.get(name, path.name) == path.name]  # noqa: SIM118
+            self.files.update(dict.fromkeys(names, file))
+
+    def is_packed(self, name: str) -> bool:
+        """Whether ``name`` is stored in one of the released formats, and so has a scale."""
+        return name in self.files and self.files[name].get_slice(name).get_dtype() in ("F8_E4M3", "I8")
 
     def problem(self, name: str, shape: list[int]) -> str | None:
         """What keeps ``name`` from being read as a tensor of ``shape``, or None."""
@@ -164,7 +175,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
         reader = _Reader(folder, stack)
         wanted = {name: list(tensor.shape) for name, tensor in released_tensors(model)}
         problems = [found for name, shape in wanted.items() if (found := reader.problem(name, shape))]
-        problems += [f"extra      {name}" for name in reader.files if not _belongs(name, wanted, config)]
+        problems += [f"extra      {name}" for name in reader.files if not _belongs(name, wanted, config, reader)]
         _refuse(folder, problems)
         model.to_empty(device=device)
         _fill(model, "", reader)
@@ -195,6 +206,7 @@ def load_layer(
 
 
 def _config(folder: Path) -> Config:
+    finish_interrupted_save(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: no {CONFIG} there, so no checkpoint")
     config = Config.from_file(folder / CONFIG)
@@ -210,12 +222,13 @@ def _fill(module: nn.Module, prefix: str, reader: _Reader) -> None:
         target.copy_(reader.read(name, target.shape))
 
 
-def _belongs(name: str, wanted: dict[str, list[int]], config: Config) -> bool:
+def _belongs(name: str, wanted: dict[str, list[int]], config: Config, reader: _Reader) -> bool:
     """Whether a tensor of the file is one of the model's, its scale, or of a part that the config declares."""
     parts: tuple[str, ...] = VISION_PARTS if config.vision else ()
     parts += DRAFT_PARTS if config.text.num_nextn_predict_layers else ()
-    weight = name.removesuffix(".scale") + ".weight" if name.endswith(".scale") else name
-    return weight in wanted or name in wanted or name.startswith(parts)
+    weight = name.removesuffix(".scale") + ".weight"
+    is_scale = name.endswith(".scale") and weight in wanted and reader.is_packed(weight)
+    return name in wanted or is_scale or name.startswith(parts)
 
 
 def _refuse(folder: Path, problems: list[str]) -> None:
@@ -228,23 +241,36 @@ def checkpoint_files(folder: Path, prefix: str = "") -> list[Path]:
 
     Raises ``CheckpointError`` naming those that an index lists and that are not there.
     """
-    if not (folder / INDEX).is_file():
+    finish_interrupted_save(folder)
+    weight_map = _weight_map(folder)
+    if not weight_map:
         if not (folder / SINGLE).is_file():
             raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} there")
         return [folder / SINGLE]
-    try:
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted({file for name, file in weight_map.items() if name.startswith(prefix)})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: not a safetensors index ({error!r})") from error
+    shards = sorted({file for name, file in weight_map.items() if name.startswith(prefix)})
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder / INDEX} lists files that are not there: {', '.join(missing)}")
     return [folder / name for name in shards]
 
 
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name, from the index; empty for a checkpoint without one."""
+    if not (folder / INDEX).is_file():
+        return {}
+    try:
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        outside = [file for file in weight_map.values() if file != os.path.basename(file)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX}: not a safetensors index ({error!r})") from error
+    if outside or not weight_map:
+        raise CheckpointError(f"{folder / INDEX}: must name files of its own folder, not {outside or 'none'}")
+    return dict(weight_map)
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """One weight file. Raises ``CheckpointError`` naming one that is truncated or corrupt."""
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -278,49 +304,72 @@ def save(
 ) -> None:
     """Write ``config.json`` and the weights under released names, in shards of at most ``max_shard_bytes``.
 
-    ``precision`` "plain" keeps every dtype; "released" rounds dense matrices to FP8 and experts to MXFP4.
-    Every file is complete under a temporary name before the first is renamed; shards never take an old shard's name,
-    and the rename of the index (or of the single file, then the old index's removal) is what makes the new weights
-    current. Files that are not a checkpoint's are left alone. Raises ``ValueError`` for a model on the meta device.
+    ``precision`` "plain" keeps every dtype; "released" rounds dense matrices to FP8 and experts to MXFP4. However it is
+    interrupted, the folder holds the old checkpoint or the new one, whole. Files that are not a checkpoint's are left
+    alone. Raises ``ValueError`` for a model on the meta device or an argument out of range.
     """
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision = {precision!r}: must be one of {', '.join(get_args(Precision))}")
     if model.device.type == "meta":
         raise ValueError("the model is on the meta device: it has shapes but no weights to save")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be positive")
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision = {precision!r}: must be one of {', '.join(get_args(Precision))}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    old = [path.name for path in checkpoint_files(folder)] if (folder / INDEX).is_file() else []
-    shards = _shards(stored_tensors(model, precision), max_shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else _unused_names(folder, len(shards))
+    finish_interrupted_save(folder)
+    for leftover in folder.glob(".*.partial"):  # of a save that ended before its journal
+        if _final_name(leftover) in (CONFIG, INDEX, JOURNAL) or OURS.fullmatch(_final_name(leftover)):
+            leftover.unlink()
 
-    renames: list[tuple[Path, Path]] = []
+    shards = _shards(stored_tensors(model, precision), max_shard_bytes)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    texts = {CONFIG: model.config.to_json()}
+    if count > 1:
+        weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
+        total = sum(value.nbytes for tensors in shards for value in tensors.values())
+        texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
+    old = {path.name for path in folder.iterdir() if OURS.fullmatch(path.name) or path.name == INDEX}
+    new = [*names, *texts]
+    texts[JOURNAL] = json.dumps({"rename": new, "remove": sorted(old - set(new))})
     try:
         for name, tensors in zip(names, shards, strict=True):
-            renames.append((_temporary(folder, name), folder / name))
-            save_file({key: value.contiguous() for key, value in tensors.items()}, renames[-1][0], {"format": "pt"})
-        texts = {CONFIG: model.config.to_json()}
-        if len(shards) > 1:
-            weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
-            total = sum(value.nbytes for tensors in shards for value in tensors.values())
-            texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
+            contiguous = {key: value.contiguous() for key, value in tensors.items()}
+            save_file(contiguous, _partial(folder, name), {"format": "pt"})
         for name, content in texts.items():
-            renames.append((_temporary(folder, name), folder / name))
-            renames[-1][0].write_text(content, encoding="utf-8")
-        for temporary, _ in renames:
-            _flush(temporary)
+            _partial(folder, name).write_text(content, encoding="utf-8")
+        for name in (*names, *texts):
+            _flush(_partial(folder, name))
+        os.replace(
+            _partial(folder, JOURNAL), folder / JOURNAL
+        )  # from here on the new checkpoint is the one that counts
     except BaseException:
-        for temporary, _ in renames:
-            temporary.unlink(missing_ok=True)
+        for name in (*names, *texts):
+            _partial(folder, name).unlink(missing_ok=True)
         raise
+    finish_interrupted_save(folder)
 
-    for temporary, final in renames:
-        os.replace(temporary, final)
-    if len(shards) == 1:
-        (folder / INDEX).unlink(missing_ok=True)
-    for name in {SINGLE, *old} - set(names):
-        (folder / name).unlink(missing_ok=True)
+
+def finish_interrupted_save(folder: Path) -> None:
+    """Make the renames that a journal lists, if there is one; each may have been made already.
+
+    Raises ``CheckpointError`` when the folder cannot be written to, and so can be neither checkpoint.
+    """
+    try:
+        journal = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        for name in journal["rename"]:
+            if _partial(folder, name).exists():
+                os.replace(_partial(folder, name), folder / name)
+        for name in journal["remove"]:
+            (folder / name).unlink(missing_ok=True)
+        (folder / JOURNAL).unlink(missing_ok=True)
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{folder}: a save was interrupted while it renamed files; open the folder once where it can be written to"
+        ) from error
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
@@ -335,19 +384,12 @@ def _shards(tensors: Iterator[tuple[str, Tensor]], limit: int) -> list[dict[str,
     return shards
 
 
-def _unused_names(folder: Path, count: int) -> list[str]:
-    """The customary shard names, with a revision where an old checkpoint already has one of them."""
-    revision = 0
-    while True:
-        suffix = f"-r{revision}" if revision else ""
-        names = [f"model-{i:05d}-of-{count:05d}{suffix}.safetensors" for i in range(1, count + 1)]
-        if not any((folder / name).exists() for name in names):
-            return names
-        revision += 1
-
-
-def _temporary(folder: Path, name: str) -> Path:
+def _partial(folder: Path, name: str) -> Path:
     return folder / f".{name}.partial"
+
+
+def _final_name(partial: Path) -> str:
+    return partial.name.removeprefix(".").removesuffix(".partial")
 
 
 def _flush(path: Path) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from v41lib.resources import data_path
 
@@ -19,6 +19,9 @@ Size = Annotated[int, Field(strict=True, gt=0)]
 Count = Annotated[int, Field(strict=True, ge=0)]
 LayerId = Annotated[int, Field(strict=True, ge=0)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+# The base of the rotary frequencies: below or at 1, later pairs would not turn more slowly than earlier ones.
+Base = Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)]
+One = Annotated[int, Field(strict=True, ge=1, le=1)]
 
 
 class _Section(BaseModel):
@@ -63,18 +66,18 @@ class TextConfig(_Section):
     num_hidden_layers: Size
     # attention
     num_attention_heads: Size
-    num_key_value_heads: Literal[1] = 1
+    num_key_value_heads: One = 1
     head_dim: Size
     qk_rope_head_dim: Size
     q_lora_rank: Size
     o_groups: Size
     o_lora_rank: Size
     sliding_window: Size
-    attention_bias: Literal[False] = False
+    attention_bias: StrictBool = False
     # positions
     max_position_embeddings: Size
-    rope_theta: Positive
-    compress_rope_theta: Positive
+    rope_theta: Base
+    compress_rope_theta: Base
     rope_scaling: YarnScaling | None = None
     # who compresses, who selects, who is capped: read by v41lib.plan alone
     compress_ratios: tuple[Count, ...]
@@ -89,11 +92,11 @@ class TextConfig(_Section):
     # mixture of experts
     moe_intermediate_size: Size
     n_routed_experts: Size
-    n_shared_experts: Literal[1] = 1
+    n_shared_experts: One = 1
     num_experts_per_tok: Size
     scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
-    norm_topk_prob: bool = True
+    norm_topk_prob: StrictBool = True
     routed_scaling_factor: Positive
     hidden_act: Literal["silu"] = "silu"
     swiglu_limit: Positive
@@ -102,7 +105,7 @@ class TextConfig(_Section):
     hc_mult: Size
     hc_sinkhorn_iters: Size
     hc_eps: Positive
-    tie_word_embeddings: Literal[False] = False
+    tie_word_embeddings: StrictBool = False
     # Engram
     engram_layer_ids: tuple[LayerId, ...] = ()
     engram_num_embeddings: tuple[Size, ...] = ()
@@ -129,7 +132,11 @@ class TextConfig(_Section):
         return self
 
     def _broken_shapes(self) -> list[str]:
-        broken = []
+        broken = [
+            f"{field} = true: must be false, the model has neither"
+            for field in ("attention_bias", "tie_word_embeddings")
+            if getattr(self, field)
+        ]
         if self.num_attention_heads % self.o_groups:
             broken.append(
                 f"num_attention_heads = {self.num_attention_heads}: must be a multiple of o_groups = {self.o_groups}"
@@ -162,9 +169,7 @@ class TextConfig(_Section):
             ids = getattr(self, field)
             if any(a >= b for a, b in pairwise(ids)):
                 broken.append(f"{field} = {list(ids)}: must be strictly increasing")
-            broken += [
-                f"{field} names layer {i}: layers are 0 to {layers - 1}" for i in ids if i >= min(layers, len(ratios))
-            ]
+            broken += [f"{field} names layer {i}: layers are 0 to {layers - 1}" for i in ids if i >= layers]
         if broken:  # the rules below would only repeat these in other words
             return broken
 
@@ -251,7 +256,7 @@ class VisionConfig(_Section):
     num_attention_heads: Size
     intermediate_size: Size
     patch_size: Size
-    rope_theta: Positive
+    rope_theta: Base
     downsample_ratio: Size
     max_image_tokens: Size
     min_pixels: Size

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from v41lib.checkpoint import checkpoint_files
+from v41lib.checkpoint import checkpoint_files, opened
 
 # In order of computation inside a layer.
 STAGES = ("attn_in", "main", "keys", "window", "topk", "cand", "attn_out", "ffn_in", "route", "ffn_out", "streams")
@@ -51,8 +50,9 @@ class Comparison:
 
 
 def save_trace(trace: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write a trace as a compressed ``.npz``."""
-    np.savez_compressed(path, **{name: value.detach().cpu().numpy() for name, value in trace.items()})  # type: ignore[arg-type]
+    """Write a trace as a compressed ``.npz``, under exactly this name; BF16 is written as FP32, which holds it."""
+    with open(path, "wb") as file:
+        np.savez_compressed(file, **{name: _array(value) for name, value in trace.items()})  # type: ignore[arg-type]
 
 
 def load_trace(path: str | Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -96,7 +96,7 @@ def diff_checkpoints(a: str | Path, b: str | Path, atol: float = 0.0) -> Compari
     with ExitStack() as stack:
         sides = []
         for folder in (a, b):
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in checkpoint_files(Path(folder))]
+            files = [stack.enter_context(opened(path)) for path in checkpoint_files(Path(folder))]
             sides.append({name: file for file in files for name in file.keys()})  # noqa: SIM118 (not a mapping)
         left, right = sides
         common = sorted(set(left) & set(right), key=order_of)
@@ -130,7 +130,8 @@ def _differ(name: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], atol: f
         visible = np.tril(np.ones(a.shape[-2:], dtype=bool)) if a.shape[-2] == a.shape[-1] else np.True_
         a, b = a & visible, b & visible
     if np.issubdtype(a.dtype, np.floating) and np.issubdtype(b.dtype, np.floating):
-        gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
+        with np.errstate(invalid="ignore"):  # infinities cancel to NaN, and are compared below
+            gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
         same_nonfinite = (a == b) | (np.isnan(a) & np.isnan(b))
         gap = np.where(same_nonfinite, 0.0, gap)
         largest = float(gap.max(initial=0.0)) if not np.isnan(gap).any() else float("nan")
@@ -140,5 +141,6 @@ def _differ(name: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], atol: f
         return Difference(name, f"largest difference {largest:.3g} at {list(where)}, allowed {atol:g}", largest)
     if np.array_equal(a, b):
         return None
-    rows = int(np.any((a != b).reshape(-1, a.shape[-1] if a.ndim else 1), axis=-1).sum())
-    return Difference(name, f"{rows} of {a.size // a.shape[-1]} rows differ" + (" as sets" if kind in SETS else ""))
+    unequal = np.atleast_1d(a != b)
+    rows = unequal.reshape(-1, unequal.shape[-1]).any(axis=-1)
+    return Difference(name, f"{rows.sum()} of {rows.size} rows differ" + (" as sets" if kind in SETS else ""))

@@ -355,9 +355,9 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def largest(model: Model, length: int) -> int:
+def largest(model: Model, length: int, batch: int = 1) -> int:
     with torch.no_grad(), LargestTensor() as mode:
-        model(tokens(length))
+        model(tokens(length, batch))
     return mode.bytes
 
 
@@ -394,6 +394,12 @@ def test_block_elements_bound_the_temporaries(monkeypatch: pytest.MonkeyPatch) -
     for elements in (1 << 20, 1 << 18, 1 << 17):
         use_blocks(monkeypatch, elements)
         assert largest(model, 2048) <= max(8 * elements, 1 << 20), elements
+
+
+def test_a_batch_shares_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight prompts together keep to the same 8 bytes an element."""
+    use_blocks(monkeypatch, 1 << 16)
+    assert largest(random_model(LONG), 256, batch=8) <= 1 << 19
 
 
 def test_the_measure_notices_plain_attention() -> None:

@@ -117,6 +117,16 @@ def test_zero_streams_give_the_base() -> None:
 
 
 @torch.no_grad()
+def test_pre_never_vanishes_and_post_may() -> None:
+    """hc_eps is added to pre, not to post: far below zero they are 1e-6 and 0."""
+    module = site()
+    module.base.fill_(-1e4)
+    mix = module(random(1, 1, 4, 6))
+    assert torch.equal(mix.pre, torch.full((1, 1, 4), 1e-6))
+    assert torch.equal(mix.post, torch.zeros(1, 1, 4))
+
+
+@torch.no_grad()
 def test_coefficients_are_fp32_for_bf16_streams() -> None:
     module, x = site(), random(1, 2, 4, 6).bfloat16()
     assert all(value.dtype == torch.float32 for value in module(x))

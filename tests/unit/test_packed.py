@@ -93,7 +93,8 @@ def test_released_precision_stores_the_released_formats(released_folder: Path) -
     kinds = {}
     for path in checkpoint.checkpoint_files(released_folder):
         with safe_open(path, framework="pt") as file:
-            kinds.update({name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118, E501
+            headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            kinds.update({name: (header.get_dtype(), header.get_shape()) for name, header in headers.items()})
     assert kinds["layers.1.attn.wq_b.weight"] == ("F8_E4M3", [128, 32])
     assert kinds["layers.1.attn.wq_b.scale"] == ("F8_E8M0", [4, 1])
     assert kinds["layers.1.ffn.experts.0.w1.weight"] == ("I8", [24, 24])

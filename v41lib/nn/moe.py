@@ -40,7 +40,10 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "N M"], is_image: Bool[Tensor, " N"] | None = None) -> Route:
         """Route each token; ``is_image`` marks the tokens that choose with ``bias_vl``."""
-        scores = F.softplus(F.linear(x.float(), self.weight.float())).sqrt()
+        logits = F.linear(x.float(), self.weight.float())
+        positive = F.softplus(logits)
+        # Where softplus underflows to zero, sqrt has an infinite slope, which would make every gradient NaN.
+        scores = torch.where(positive > 0, positive.where(positive > 0, 1.0).sqrt(), 0.0)
         bias = self.bias if is_image is None else torch.where(is_image.unsqueeze(-1), self.bias_vl, self.bias)
         chosen = (scores + bias).topk(self.k, dim=-1).indices
         weights = scores.gather(-1, chosen)
