@@ -585,6 +585,129 @@ def test_an_exception_anywhere_leaves_a_whole_checkpoint_and_no_debris(
         assert_untouched(folder, contents)
 
 
+@pytest.mark.parametrize("limit", [BIG, 2 * SHARD], ids=["to single", "to shards"])
+@pytest.mark.parametrize("old_limit", [BIG, SHARD], ids=["from single", "from shards"])
+def test_an_interrupt_just_after_a_rename_loses_nothing(
+    tmp_path: Path, model: Model, other: Model, limit: int, old_limit: int
+) -> None:
+    """A signal is delivered between two instructions: also right after a rename has been made. Tried at every rename,
+    the one that commits above all: cleaning up must not take the new files when the old ones are about to go."""
+    for call in range(1, 20):
+        folder = tmp_path / str(call)
+        save(model, folder, max_shard_bytes=old_limit)
+        original, uses = os.replace, []
+
+        def interrupted(*args: Any, call: int = call, uses: list[int] = uses, original: Any = original) -> None:
+            original(*args)
+            uses.append(1)
+            if len(uses) == call:
+                raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(os, "replace", interrupted)
+            try:
+                save(other, folder, max_shard_bytes=limit)
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert len(uses) < call
+                break
+        loaded = load(folder)
+        assert same(loaded, model) or same(loaded, other), call
+    else:
+        raise AssertionError("more renames than expected")
+
+
+def left_in_the_middle(folder: Path, model: Model, other: Model) -> None:
+    """A save of ``other`` over ``model`` that has committed and renamed nothing else."""
+    save(model, folder, max_shard_bytes=SHARD)
+    original, uses = os.replace, []
+
+    def stopping(*args: Any) -> None:
+        if uses:
+            raise KeyboardInterrupt
+        uses.append(1)
+        original(*args)
+
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(os, "replace", stopping)
+        save(other, folder)
+
+
+def journal_of(folder: Path) -> Path:
+    (journal,) = [path for path in folder.iterdir() if "journal" in path.name]
+    return journal
+
+
+def test_a_save_that_committed_is_finished_by_the_next_load(tmp_path: Path, model: Model, other: Model) -> None:
+    left_in_the_middle(tmp_path, model, other)
+    assert_same(load(tmp_path), other)
+    assert files(tmp_path) == {SINGLE, "config.json"}
+
+
+@pytest.mark.parametrize("key", ["rename", "remove"])
+@pytest.mark.parametrize("kind", ["relative", "absolute", "a file of the folder that is no checkpoint's"])
+def test_a_foreign_journal_touches_nothing_outside_the_checkpoint(
+    tmp_path: Path, model: Model, other: Model, key: str, kind: str
+) -> None:
+    """A folder that came from elsewhere is data: loading it must not delete or replace what its journal names."""
+    folder = tmp_path / "downloaded"
+    left_in_the_middle(folder, model, other)
+    victim = folder / "notes.txt" if kind.startswith("a file") else tmp_path / "precious.txt"
+    victim.write_text("mine", encoding="utf-8")
+    name = {"relative": "../precious.txt", "absolute": str(victim)}.get(kind, "notes.txt")
+    (folder / ".notes.txt.partial").write_text("theirs", encoding="utf-8")
+    journal = json.loads(journal_of(folder).read_text(encoding="utf-8"))
+    journal_of(folder).write_text(json.dumps(journal | {key: [*journal[key], name]}), encoding="utf-8")
+    try:
+        load(folder)
+    except CheckpointError as error:
+        assert "journal" in str(error)
+    assert victim.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"rename": 3, "remove": []}', '{"rename": [3], "remove": []}']
+)
+def test_a_journal_that_is_none_is_named(tmp_path: Path, model: Model, other: Model, content: str) -> None:
+    left_in_the_middle(tmp_path, model, other)
+    path = journal_of(tmp_path)
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    assert path.name in str(error.value)
+
+
+@pytest.mark.parametrize("number", [1, 13, 30], ids=["not permitted", "no permission", "read-only file system"])
+def test_a_folder_that_cannot_be_written_to_says_what_is_unfinished(
+    tmp_path: Path, model: Model, other: Model, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    left_in_the_middle(tmp_path, model, other)
+
+    def refusing(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refusing)
+    with pytest.raises(CheckpointError, match="interrupted") as error:
+        load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_two_readers_may_finish_the_same_save(
+    tmp_path: Path, model: Model, other: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes each rename first: between this one's look and its own rename."""
+    left_in_the_middle(tmp_path, model, other)
+    original = os.replace
+
+    def beaten(source: Path, target: Path) -> None:
+        original(source, target)
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", beaten)
+    assert_same(load(tmp_path), other)
+
+
 # --- interrupted by SIGKILL ------------------------------------------------------------------------------------------
 
 KILLER = '''

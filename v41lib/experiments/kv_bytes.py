@@ -13,8 +13,7 @@ from v41lib.accounting import lineage, memory
 from v41lib.config import released
 from v41lib.experiments.base import BaseParams
 from v41lib.nn.attention import Attention
-from v41lib.nn.quant import FP4, MXFP4, pack
-from v41lib.nn.shared import GlobalKV
+from v41lib.nn.quant import FP4, MXFP4, Packed, pack
 from v41lib.plan import LayerPlan, plan_layers
 
 WINDOW_SHARE = 0.5  # of V4-Flash's persisted cache, by the report ("nearly half")
@@ -57,9 +56,11 @@ def inputs(tokens: int, params: Params) -> Tensor:
 
 
 @torch.no_grad()
-def publish(plan: LayerPlan, tokens: int, params: Params) -> GlobalKV:
-    """The global KV of one source after ``tokens`` inputs, as the model makes it."""
-    return source(plan, params).publish(inputs(tokens, params))
+def packed_rows(plan: LayerPlan, tokens: int, params: Params) -> tuple[Packed, Packed]:
+    """Main KV and index keys of one source after ``tokens`` inputs, as the model makes them and a cache packs them."""
+    attention = source(plan, params)
+    main, keys = attention.compressed(attention.compressor(inputs(tokens, params)))
+    return pack(main, FP4), pack(keys, MXFP4)
 
 
 @cache
@@ -68,9 +69,8 @@ def by_owner(tokens: int, params: Params) -> pd.DataFrame:
     rows = []
     for plan in plan_layers(released().text):
         if plan.owns_kv:
-            kv = publish(plan, tokens, params)
-            main, keys = pack(kv.main, FP4), pack(kv.index_keys, MXFP4)
-            rows.append((plan.layer, plan.ratio, kv.main.shape[1], main.nbytes, keys.nbytes))
+            main, keys = packed_rows(plan, tokens, params)
+            rows.append((plan.layer, plan.ratio, main.shape[1], main.nbytes, keys.nbytes))
     table = pd.DataFrame(rows, columns=["owner", "ratio", "rows", "main KV", "index keys"]).set_index("owner")
     return table.assign(bytes=table["main KV"] + table["index keys"])
 

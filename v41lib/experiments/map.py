@@ -13,6 +13,7 @@ from v41lib.config import preset, released
 from v41lib.experiments.base import BaseParams
 from v41lib.model import Model
 from v41lib.nn.compressor import visible_entries
+from v41lib.nn.quant import values
 from v41lib.nn.shared import GlobalKV, Selection, Shared
 from v41lib.plan import plan_layers
 
@@ -102,7 +103,7 @@ def _outputs(model: Model, inputs: dict[str, Tensor], what: str, source: int) ->
 
 def _other_kv(kv: GlobalKV) -> GlobalKV:
     """The same entries in reverse order of channels: other values in the same formats."""
-    return replace(kv, main=kv.main.flip(-1), index_keys=kv.index_keys.flip(-1))
+    return replace(kv, main=values(kv.main).flip(-1), index_keys=values(kv.index_keys).flip(-1))
 
 
 def _other_selection(selection: Selection, ratio: int) -> Selection:

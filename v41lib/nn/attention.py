@@ -15,7 +15,7 @@ from v41lib.config import TextConfig
 from v41lib.nn.compressor import Compressor, pad_entries, visible_entries
 from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_rows, select_among, select_everywhere
 from v41lib.nn.norm import RMSNorm
-from v41lib.nn.quant import straight_through
+from v41lib.nn.quant import Packed, straight_through, values
 from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation
 from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
 from v41lib.plan import LayerPlan
@@ -44,7 +44,7 @@ def attend(
     window: Float[Tensor, "B T D"],
     in_window: Bool[Tensor, "S T"],
     sink: Float[Tensor, " H"],
-    main: Float[Tensor, "B C D"] | None = None,
+    main: Float[Tensor, "B C D"] | Packed | None = None,
     entries: Int[Tensor, "B S K"] | None = None,
 ) -> Float[Tensor, "B S H D"]:
     """Joint attention of a block of queries (SPEC 4).
@@ -98,19 +98,22 @@ class Attention(nn.Module):
         """The layer's own window KV: projected, normed, rotated, rounded to FP8 (rotary part included)."""
         return straight_through(rotate(self.kv_norm(self.wkv(x)), self.rotation_at(positions)), "fp8")
 
-    def publish(self, x: Float[Tensor, "B S M"]) -> GlobalKV:
-        """Compress the layer's whole input into the global KV it owns.
+    def compressed(
+        self, latent: Float[Tensor, "B C D"], first: int = 0
+    ) -> tuple[Float[Tensor, "B C D"], Float[Tensor, "B C D_index"]]:
+        """A source's latents as main KV and index keys, rotated and not yet rounded; ``first`` numbers the first entry.
 
         A latent is rotated at the position of its group's first token.
         """
-        latent = self.compressor(x)
-        starts = torch.arange(latent.shape[1], device=x.device) * self.plan.ratio
+        starts = (first + torch.arange(latent.shape[1], device=latent.device)) * self.plan.ratio
         by = self.rotation_at(starts)
+        return rotate(latent, by), self.indexer.keys(latent, by)
+
+    def publish(self, x: Float[Tensor, "B S M"]) -> GlobalKV:
+        """Compress the layer's whole input into the global KV it owns."""
+        main, keys = self.compressed(self.compressor(x))
         return GlobalKV(
-            owner=self.plan.layer,
-            ratio=self.plan.ratio,
-            main=straight_through(rotate(latent, by), "fp4"),
-            index_keys=self.indexer.keys(latent, by),
+            self.plan.layer, self.plan.ratio, straight_through(main, "fp4"), straight_through(keys, "mxfp4")
         )
 
     def forward(
@@ -118,37 +121,53 @@ class Attention(nn.Module):
     ) -> tuple[Float[Tensor, "B S M"], Shared]:
         """Attend from each row of ``x``, the normed input of positions 0 to S-1. Also returns what it shares.
 
-        Queries are processed in blocks: no tensor of S x T x heads exists. Raises ``RuntimeError`` when the KV or the
-        selection it reads is not the one its plan names.
+        Raises ``RuntimeError`` when the KV or the selection it reads is not the one its plan names.
         """
-        plan = self.plan
-        if plan.owns_kv and (shared.kv is None or shared.kv.owner != plan.layer):
+        if self.plan.owns_kv and (shared.kv is None or shared.kv.owner != self.plan.layer):
             shared = shared.publish(self.publish(x))
-        kv = None if plan.mode == "local" else shared.kv_of(plan.kv_owner)
         window = self.window_kv(x, torch.arange(x.shape[1], device=x.device))
+        out, shared = self.attend_rows(x, 0, window, shared)
+        if record:
+            self._record(record, window, shared)
+        return out, shared
+
+    def attend_rows(
+        self, x: Float[Tensor, "B S M"], start: int, window: Float[Tensor, "B T D"], shared: Shared
+    ) -> tuple[Float[Tensor, "B S M"], Shared]:
+        """Attend from rows of positions ``start`` on; ``window`` are raw keys up to the last of them, older ones first.
+
+        The last S of the T keys are the rows' own. A key that is not given is not seen, as in a replay that begins
+        there. Queries are processed in blocks: no tensor of S x T x heads exists.
+        """
+        plan, width = self.plan, self.text.sliding_window
+        kv = None if plan.mode == "local" else shared.kv_of(plan.kv_owner)
+        before = window.shape[1] - x.shape[1]
 
         outputs, selections, pools = [], [], []
-        for start, stop in self._blocks(x, kv):
-            positions = torch.arange(start, stop, device=x.device)
+        for first, last in self._blocks(x, kv):
+            positions = torch.arange(start + first, start + last, device=x.device)
             by = self.rotation_at(positions)
             by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))  # one more axis, for the heads
-            q_latent = self.q_norm(self.wq_a(x[:, start:stop]))
+            q_latent = self.q_norm(self.wq_a(x[:, first:last]))
             entries = None
             if kv is not None:
                 visible = visible_entries(positions, plan.ratio)
                 if plan.selects:
-                    entries, pool = self._select(x[:, start:stop], q_latent, by, kv, visible, shared, start, stop)
+                    entries, pool = self._select(
+                        x[:, first:last], q_latent, by, kv, visible, shared, slice(first, last)
+                    )
                     selections.append(entries)
                     pools.append(pool)
                 else:
-                    entries = shared.selection_of(plan.index_owner).entries[:, start:stop]
+                    entries = shared.selection_of(plan.index_owner).entries[:, first:last]
                 entries = entries[..., : int(visible[-1])]  # ascending, so what is cut is absent for all these queries
             q = rotate(self.wq_b(q_latent).unflatten(-1, (-1, self.text.head_dim)), by)
-            first = max(start - self.text.sliding_window + 1, 0)
-            keys = torch.arange(first, stop, device=x.device)
+            oldest = max(before + first - width + 1, 0)
+            keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
             age = positions.unsqueeze(1) - keys
-            in_window = (age >= 0) & (age < self.text.sliding_window)
-            out = attend(q, window[:, first:stop], in_window, self.attn_sink, None if kv is None else kv.main, entries)
+            in_window = (age >= 0) & (age < width)
+            main = None if kv is None else kv.main
+            out = attend(q, window[:, oldest : before + last], in_window, self.attn_sink, main, entries)
             outputs.append(self._project(rotate(out, by, inverse=True)))
 
         if selections:
@@ -156,8 +175,6 @@ class Attention(nn.Module):
             if plan.candidate_role == "source":
                 blocks = None if pools[0] is None else torch.cat([p for p in pools if p is not None], dim=1)
                 shared = shared.publish(Candidates(plan.layer, self.text.candidate_block_size, blocks))
-        if record:
-            self._record(record, window, shared)
         return torch.cat(outputs, dim=1), shared
 
     def _project(self, out: Tensor) -> Tensor:
@@ -167,32 +184,26 @@ class Attention(nn.Module):
         return self.wo_b(torch.einsum("bsgi,goi->bsgo", groups, weight).flatten(2))
 
     def _select(
-        self,
-        x: Tensor,
-        q_latent: Tensor,
-        by: Rotation,
-        kv: GlobalKV,
-        visible: Tensor,
-        shared: Shared,
-        start: int,
-        stop: int,
+        self, x: Tensor, q_latent: Tensor, by: Rotation, kv: GlobalKV, visible: Tensor, shared: Shared, rows: slice
     ) -> tuple[Tensor, Tensor | None]:
         """One query block's selection ``[B,S,K]``, and the pool ``[B,S,N]`` of a candidate source that must choose."""
-        text, count = self.text, kv.main.shape[1]
+        text, count, most = self.text, kv.main.shape[1], int(visible[-1])
         width = min(text.index_topk, count)
         queries, weights = self.indexer.queries(x, q_latent, by)
         if self.plan.candidate_role == "consumer":
             pool = shared.candidates_of(text.candidate_source_layer_id)
             if pool.blocks is not None:
-                blocks = pool.blocks[:, start:stop]
+                blocks = pool.blocks[:, rows]
                 return select_among(queries, weights, kv.index_keys, visible, width, blocks, pool.size), None
+        keys = kv.index_keys[:, :most]  # no query of this block sees a later one
         if self.plan.candidate_role == "source" and count > text.candidate_topk_blocks * text.candidate_block_size:
-            selected, scores = select_everywhere(queries, weights, kv.index_keys, visible, width)
-            return selected, candidate_blocks(scores, visible, text.candidate_block_size, text.candidate_topk_blocks)
-        if int(visible[-1]) <= text.index_topk:  # nothing to choose: everything visible is kept
+            selected, scores = select_everywhere(queries, weights, keys, visible, width)
+            chosen = candidate_blocks(scores, visible, text.candidate_block_size, text.candidate_topk_blocks)
+            return pad_entries(selected, width), pad_entries(chosen, text.candidate_topk_blocks)
+        if most <= text.index_topk:  # nothing to choose: everything visible is kept
             everything = torch.arange(width, device=x.device)
             return torch.where(everything < visible.unsqueeze(-1), everything, -1).expand(x.shape[0], -1, -1), None
-        return select_everywhere(queries, weights, kv.index_keys, visible, width)[0], None
+        return pad_entries(select_everywhere(queries, weights, keys, visible, width)[0], width), None
 
     def _blocks(self, x: Tensor, kv: GlobalKV | None) -> Iterator[tuple[int, int]]:
         """Query ranges whose temporaries stay near ``BLOCK_ELEMENTS``; short enough that few window keys are wasted."""
@@ -215,8 +226,8 @@ class Attention(nn.Module):
         record("window", window)
         if self.plan.owns_kv:
             kv = shared.kv_of(self.plan.layer)
-            record("main", kv.main)
-            record("keys", kv.index_keys)
+            record("main", values(kv.main))
+            record("keys", values(kv.index_keys))
         if self.plan.selects:
             entries = shared.selection_of(self.plan.layer).entries
             record("topk", pad_entries(entries, self.text.index_topk))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from v41lib.config import TextConfig
 from v41lib.nn.compressor import pad_entries
 from v41lib.nn.norm import RMSNorm
-from v41lib.nn.quant import straight_through
+from v41lib.nn.quant import Packed, straight_through, values
 from v41lib.nn.rope import Rotation, rotate
 
 
@@ -73,29 +73,29 @@ def block_entries(blocks: Int[Tensor, "... N"], size: int) -> Int[Tensor, "... e
     return torch.where(blocks.unsqueeze(-1) < 0, -1, entries).flatten(-2)
 
 
-def gather_rows(rows: Float[Tensor, "B C D"], entries: Int[Tensor, "B S K"]) -> Float[Tensor, "B S K D"]:
-    """Each query's own rows. An absent entry (-1) reads some row, for the caller to mask."""
-    batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1)
-    return rows[batch, entries.clamp(0, rows.shape[1] - 1)]
+def gather_rows(rows: Float[Tensor, "B C D"] | Packed, entries: Int[Tensor, "B S K"]) -> Float[Tensor, "B S K D"]:
+    """Each query's own rows, unpacked if need be. An absent entry (-1) reads some row, for the caller to mask."""
+    batch = torch.arange(rows.shape[0], device=entries.device).view(-1, 1, 1)
+    return values(rows[batch, entries.clamp(0, rows.shape[1] - 1)])
 
 
 def select_everywhere(
     queries: Float[Tensor, "B S H D"],
     weights: Float[Tensor, "B S H"],
-    keys: Float[Tensor, "B C D"],
+    keys: Float[Tensor, "B C D"] | Packed,
     visible: Int[Tensor, " S"],
     k: int,
 ) -> tuple[Int[Tensor, "B S K"], Float[Tensor, "B S C"]]:
     """Score every visible entry: the selection, ``K = min(k, C)``, and the scores, -inf where invisible."""
-    entries = torch.arange(keys.shape[1], device=keys.device)
-    scores = hide_invisible(score(queries, weights, keys), entries, visible)
+    entries = torch.arange(keys.shape[1], device=queries.device)
+    scores = hide_invisible(score(queries, weights, values(keys)), entries, visible)
     return best(scores, k), scores
 
 
 def select_among(
     queries: Float[Tensor, "B S H D"],
     weights: Float[Tensor, "B S H"],
-    keys: Float[Tensor, "B C D"],
+    keys: Float[Tensor, "B C D"] | Packed,
     visible: Int[Tensor, " S"],
     k: int,
     blocks: Int[Tensor, "B S N"],
@@ -122,8 +122,8 @@ class Indexer(nn.Module):
             self.k_norm = RMSNorm(self.width, text.rms_norm_eps, dtype)
 
     def keys(self, latent: Float[Tensor, "B C D"], by: Rotation) -> Float[Tensor, "B C D_index"]:
-        """Index keys from the latents *before* their rotation, rounded to MXFP4."""
-        return straight_through(rotate(self.k_norm(self.wk(latent)), by), "mxfp4")
+        """Index keys from the latents *before* their rotation; not yet rounded to MXFP4."""
+        return rotate(self.k_norm(self.wk(latent)), by)
 
     def queries(
         self, x: Float[Tensor, "B S M"], q_latent: Float[Tensor, "B S Q"], by: Rotation

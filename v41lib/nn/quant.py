@@ -8,7 +8,7 @@ straight through, because the release rounds in training too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -135,6 +135,15 @@ class Packed:
     scales: UInt8[Tensor, "... blocks"]
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the values."""
+        return torch.Size((*self.elements.shape[:-1], self.width))
+
+    def __getitem__(self, index: Any) -> Packed:
+        """Some of the rows, still packed; ``index`` must leave the channels alone."""
+        return Packed(self.fmt, self.width, self.elements[index], self.scales[index])
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the storage behind both tensors, as allocated."""
         return sum(t.untyped_storage().nbytes() for t in (self.elements, self.scales))
@@ -158,6 +167,11 @@ def unpack(rows: Packed, dtype: torch.dtype = torch.float32) -> Float[Tensor, ".
     elements = decode_elements(rows.elements, rows.fmt, rows.width)
     scales = decode_scales(rows.scales, rows.fmt).repeat_interleave(rows.fmt.block, dim=-1)[..., : rows.width]
     return (elements * scales).to(dtype)
+
+
+def values(rows: Tensor | Packed) -> Tensor:
+    """Rows as values, whichever way they are kept."""
+    return unpack(rows) if isinstance(rows, Packed) else rows
 
 
 def encode_elements(values: Float[Tensor, "... D"], fmt: Format) -> UInt8[Tensor, "... bytes"]:

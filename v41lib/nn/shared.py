@@ -11,15 +11,17 @@ from typing import TypeVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from v41lib.nn.quant import Packed
+
 
 @dataclass(frozen=True)
 class GlobalKV:
-    """A KV source's compressed entries and their index keys, rotated and rounded."""
+    """A KV source's compressed entries and their index keys, rounded; packed where a cache keeps them so."""
 
     owner: int
     ratio: int
-    main: Float[Tensor, "B C D"]
-    index_keys: Float[Tensor, "B C D_index"]
+    main: Float[Tensor, "B C D"] | Packed
+    index_keys: Float[Tensor, "B C D_index"] | Packed
 
 
 @dataclass(frozen=True)
