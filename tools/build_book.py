@@ -151,8 +151,8 @@ def main() -> None:
         page = build(ROOT, parser.parse_args().profile)
     except (runner.RunError, notebook.NotebookError) as error:
         sys.exit(f"\nmake book stopped: {error}")
-    for address, files in remote_loads(page.parent).items():
-        print(f"note: {len(files)} files load {address}")
+    if remote := remote_loads(page.parent):
+        sys.exit(f"\nmake book stopped: pages load from other hosts: {', '.join(remote)}")
     print(f"The book: {page.as_uri()}")
 
 

@@ -9,11 +9,12 @@ then on whoever opens the folder next finishes the renames.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from v41lib.config import Config
-from v41lib.model import Block, Model
+from v41lib.model import Block, Model, check_dtype
 from v41lib.nn import quant
 from v41lib.plan import plan_layers
 
@@ -105,7 +106,7 @@ def mxfp4_values(elements: Tensor, scale: Tensor, columns: int) -> Float[Tensor,
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class Reader:
     """The tensors of a checkpoint by name, whatever file and format each lies in; reads only what is asked for."""
 
     def __init__(self, folder: Path, stack: ExitStack, prefix: str = "") -> None:
@@ -150,14 +151,20 @@ class _Reader:
             None if header.get_dtype() == "F8_E8M0" else f"unreadable {name} is {header.get_dtype()}, must be F8_E8M0"
         )
 
-    def read(self, name: str, shape: torch.Size) -> Tensor:
-        """The values of one tensor, dequantised if it is packed."""
+    def weights(self) -> set[str]:
+        """The names of all tensors but the scales that belong to packed ones."""
+        return {
+            n for n in self.files if not (n.endswith(".scale") and self.is_packed(n.removesuffix(".scale") + ".weight"))
+        }
+
+    def read(self, name: str, shape: torch.Size | None = None) -> Tensor:
+        """The values of one tensor, dequantised if it is packed; ``shape`` tells an odd width from its padding."""
         stored: Tensor = self.files[name].get_tensor(name)
         if stored.dtype not in (torch.float8_e4m3fn, torch.int8):
             return stored
         scale = self.files[scale_name(name)].get_tensor(scale_name(name))
         if stored.dtype == torch.int8:
-            return mxfp4_values(stored, scale, shape[-1])
+            return mxfp4_values(stored, scale, shape[-1] if shape else 2 * stored.shape[-1])
         return fp8_values(stored, scale)
 
 
@@ -167,12 +174,13 @@ def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dt
     ``dtype`` is that of the matrices; norms' arithmetic, routers, mHC, sinks, compressors and the head stay FP32.
     Raises ``CheckpointError`` (a ``ValueError``) for a missing, truncated or corrupt file, by name, and for tensors
     that are missing, extra or misshapen, all in one message; ``FileNotFoundError`` when there is no checkpoint.
+    A save that was interrupted while it renamed its files is finished first.
     """
     folder = Path(folder)
     config = _config(folder)
     model = Model(config, device="meta", dtype=dtype)
     with ExitStack() as stack:
-        reader = _Reader(folder, stack)
+        reader = Reader(folder, stack)
         wanted = {name: list(tensor.shape) for name, tensor in released_tensors(model)}
         problems = [found for name, shape in wanted.items() if (found := reader.problem(name, shape))]
         problems += [f"extra      {name}" for name in reader.files if not _belongs(name, wanted, config, reader)]
@@ -191,13 +199,14 @@ def load_layer(
     """
     folder = Path(folder)
     text = _config(folder).text
+    check_dtype(dtype)
     if not 0 <= layer < text.num_hidden_layers:
         raise ValueError(f"layer = {layer}: layers are 0 to {text.num_hidden_layers - 1}")
     prefix = f"layers.{layer}"
     with torch.device("meta"):
         block = Block(text, plan_layers(text)[layer], dtype)
     with ExitStack() as stack:
-        reader = _Reader(folder, stack, f"{prefix}.")
+        reader = Reader(folder, stack, f"{prefix}.")
         wanted = {name: list(tensor.shape) for name, tensor in released_tensors(block, prefix)}
         _refuse(folder, [found for name, shape in wanted.items() if (found := reader.problem(name, shape))])
         block.to_empty(device=device)
@@ -217,12 +226,12 @@ def _config(folder: Path) -> Config:
     return config
 
 
-def _fill(module: nn.Module, prefix: str, reader: _Reader) -> None:
+def _fill(module: nn.Module, prefix: str, reader: Reader) -> None:
     for name, target in released_tensors(module, prefix):
         target.copy_(reader.read(name, target.shape))
 
 
-def _belongs(name: str, wanted: dict[str, list[int]], config: Config, reader: _Reader) -> bool:
+def _belongs(name: str, wanted: dict[str, list[int]], config: Config, reader: Reader) -> bool:
     """Whether a tensor of the file is one of the model's, its scale, or of a part that the config declares."""
     parts: tuple[str, ...] = VISION_PARTS if config.vision else ()
     parts += DRAFT_PARTS if config.text.num_nextn_predict_layers else ()
@@ -318,7 +327,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     finish_interrupted_save(folder)
     for leftover in folder.glob(".*.partial"):  # of a save that ended before its journal
-        if _final_name(leftover) in (CONFIG, INDEX, JOURNAL) or OURS.fullmatch(_final_name(leftover)):
+        if _final_name(leftover) == JOURNAL or _is_ours(_final_name(leftover)):
             leftover.unlink()
 
     shards = _shards(stored_tensors(model, precision), max_shard_bytes)
@@ -340,36 +349,57 @@ def save(
             _partial(folder, name).write_text(content, encoding="utf-8")
         for name in (*names, *texts):
             _flush(_partial(folder, name))
-        os.replace(
-            _partial(folder, JOURNAL), folder / JOURNAL
-        )  # from here on the new checkpoint is the one that counts
+        _flush(folder)
+        os.replace(_partial(folder, JOURNAL), folder / JOURNAL)  # from here on the new checkpoint counts
     except BaseException:
-        for name in (*names, *texts):
-            _partial(folder, name).unlink(missing_ok=True)
+        if not (folder / JOURNAL).exists():
+            for name in (*names, *texts):
+                _partial(folder, name).unlink(missing_ok=True)
         raise
+    _flush(folder)
     finish_interrupted_save(folder)
 
 
 def finish_interrupted_save(folder: Path) -> None:
     """Make the renames that a journal lists, if there is one; each may have been made already.
 
-    Raises ``CheckpointError`` when the folder cannot be written to, and so can be neither checkpoint.
+    Raises ``CheckpointError`` for a journal that is damaged, names other files than a checkpoint's, or one that is
+    nowhere, and when the folder cannot be written to: it is then neither the old checkpoint nor the new.
     """
-    try:
-        journal = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    path = folder / JOURNAL
+    if not path.is_file():
         return
     try:
-        for name in journal["rename"]:
-            if _partial(folder, name).exists():
+        journal = json.loads(path.read_text(encoding="utf-8"))
+        renames, removals = list(journal["rename"]), list(journal["remove"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a journal of a save ({error!r}); restore the checkpoint") from error
+    # A folder may come from anywhere: a journal must not reach files that no save would have written.
+    foreign = [name for name in (*renames, *removals) if not _is_ours(name)]
+    if foreign:
+        raise CheckpointError(f"{path}: names files that are no part of a checkpoint: {foreign}")
+    lost = [name for name in renames if not _partial(folder, name).exists() and not (folder / name).exists()]
+    if lost:
+        raise CheckpointError(f"{path}: a save was interrupted and its files are gone: {', '.join(lost)}")
+    try:
+        for name in renames:
+            with suppress(FileNotFoundError):  # made already, here or by another process
                 os.replace(_partial(folder, name), folder / name)
-        for name in journal["remove"]:
+        for name in removals:
             (folder / name).unlink(missing_ok=True)
-        (folder / JOURNAL).unlink(missing_ok=True)
-    except PermissionError as error:
+        _flush(folder)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         raise CheckpointError(
             f"{folder}: a save was interrupted while it renamed files; open the folder once where it can be written to"
         ) from error
+
+
+def _is_ours(name: object) -> bool:
+    """Whether a save may write or remove a file of this name."""
+    return isinstance(name, str) and (name in (CONFIG, INDEX) or OURS.fullmatch(name) is not None)
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]], limit: int) -> list[dict[str, Tensor]]:
@@ -393,5 +423,9 @@ def _final_name(partial: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    """Make a file, or a folder's renames, last through a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -66,12 +66,27 @@ def trace(folder: Path, ids: Path, output: Path) -> None:
     from v41lib.trace import save_trace
 
     try:
-        input_ids = torch.from_numpy(np.atleast_2d(np.load(ids, allow_pickle=False)))
-        tensors = v41lib.load(folder).trace(input_ids)
+        if not output.resolve().parent.is_dir() or output.is_dir():
+            raise ValueError(f"{output}: must be a file in a folder that exists")
+        array = read_ids(ids)
+        tensors = v41lib.load(folder).trace(torch.from_numpy(np.atleast_2d(array)))
+        save_trace(tensors, output)
     except (OSError, ValueError, NotImplementedError) as error:
         raise click.ClickException(str(error)) from error
-    save_trace(tensors, output)
     click.echo(f"{len(tensors)} tensors in {output}")
+
+
+def read_ids(path: Path) -> Any:
+    """Token ids from a ``.npy`` file. Raises ``ValueError`` naming a file that holds something else."""
+    import numpy as np
+
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: not a .npy file of token ids") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+        raise ValueError(f"{path}: must be a .npy array of integers, the token ids [batch, length]")
+    return array.astype(np.int64)
 
 
 @main.command()
@@ -83,7 +98,8 @@ def trace(folder: Path, ids: Path, output: Path) -> None:
 def diff(context: click.Context, a: Path, b: Path, atol: float | None, everything: bool) -> None:
     """Name the first layer and tensor where two traces (.npz) or two checkpoints (folders) A and B part.
 
-    The exit status is 0 when they agree, 1 when they differ. Traces are compared where both have a tensor.
+    The exit status is 0 when they agree, 1 when they differ, 2 when they cannot be compared. Traces are compared where
+    both have a tensor; what only one has is named.
     """
     from v41lib.trace import diff_checkpoints, diff_traces, load_trace
 
@@ -95,12 +111,12 @@ def diff(context: click.Context, a: Path, b: Path, atol: float | None, everythin
         else:
             found = diff_traces(load_trace(a), load_trace(b), 1e-4 if atol is None else atol)
     except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.UsageError(str(error)) from error
     for path, names in ((a, found.only_a), (b, found.only_b)):
         if names:
-            click.echo(f"only in {path}: {len(names)} tensors, {names[0]} first")
+            click.echo(f"only in {path}, {len(names)}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}")
     if not found.compared:
-        raise click.ClickException("they have no tensor in common")
+        raise click.UsageError("they have no tensor in common")
     if found.first is None:
         click.echo(f"equal: {len(found.compared)} tensors compared")
         context.exit(1 if a.is_dir() and (found.only_a or found.only_b) else 0)
@@ -136,7 +152,10 @@ def claims(as_json: bool, verdict: str | None) -> None:
 @main.command()
 @click.argument("what")
 def inspect(what: str) -> None:
-    """Say what WHAT holds: a checkpoint folder, a config.json, or a preset (released, tiny, wide, miniature, bench)."""
+    """Say what a configuration describes. WHAT is a checkpoint folder, a config.json, or a preset.
+
+    Presets: released, tiny, wide, miniature, bench. The weights themselves are not opened.
+    """
     from v41lib.accounting import params
     from v41lib.config import Config, preset
     from v41lib.plan import plan_layers

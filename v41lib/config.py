@@ -7,11 +7,12 @@ back. Every violated rule is reported at once, with the field, its value and the
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from v41lib.resources import data_path
 
@@ -29,8 +30,37 @@ class _Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", populate_by_name=True)
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _everything_at_once(cls, values: Any, handler: Any) -> Any:
+        """A field of the wrong type must not hide what the rules say of the others."""
+        try:
+            return handler(values)
+        except ValidationError as error:
+            fields = [e for e in error.errors() if e["loc"]]
+            if not fields or not isinstance(values, dict):
+                raise
+            wrong = {e["loc"][0] for e in fields}
+            partial = cls.model_construct(**{name: value for name, value in values.items() if name not in wrong})
+            told = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in fields]
+            told = [
+                line if e["type"] != "missing" else f"{e['loc'][0]} is missing"
+                for line, e in zip(told, fields, strict=True)
+            ]
+            raise ValueError("; ".join([*told, *partial._broken_rules()])) from None
+
+    def _broken_rules(self) -> list[str]:
+        """What the values break together; a rule that needs a value which is missing or wrong says nothing."""
+        return []
+
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, checked again. Raises ``pydantic.ValidationError`` (a ``ValueError``)."""
+        """A copy with some fields changed, checked again.
+
+        Raises ``ValueError`` for a name that is no field, and as the class does for a value that breaks a rule.
+        """
+        unknown = [name for name in changes if name not in type(self).model_fields]
+        if unknown:
+            raise ValueError(f"no field {', '.join(unknown)} in {type(self).__name__}")
         return type(self).model_validate(self.model_dump() | changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,10 +156,16 @@ class TextConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        broken = [*self._broken_shapes(), *self._broken_schedule(), *self._broken_extras()]
-        if broken:
+        if broken := self._broken_rules():
             raise ValueError("; ".join(broken))
         return self
+
+    def _broken_rules(self) -> list[str]:
+        broken = []
+        for rules in (self._broken_shapes, self._broken_schedule, self._broken_extras):
+            with suppress(AttributeError, TypeError):  # of a value that is missing or of the wrong type
+                broken += rules()
+        return broken
 
     def _broken_shapes(self) -> list[str]:
         broken = [

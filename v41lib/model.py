@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from v41lib.nn.moe import MoE
 from v41lib.nn.norm import RMSNorm
 from v41lib.nn.shared import Shared
 from v41lib.plan import LayerPlan, first_decoder_layer, plan_layers
+
+Attend = Callable[[Tensor, Shared], tuple[Tensor, Shared]]
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,15 @@ class Block(nn.Module):
         shared: Shared,
         is_image: Bool[Tensor, "B S"] | None = None,
         record: Record | None = None,
+        attend: Attend | None = None,
     ) -> tuple[Residual, Shared]:
+        """One layer on all rows. ``attend`` replaces attention over the whole sequence, as an engine needs it."""
         x = residual.streams
         note = record or (lambda name, value: None)
         mix = self.hc_attn(x)
         attn_in = self.attention_input(residual)
         note("attn_in", attn_in)
-        attn_out, shared = self.attn(attn_in, shared, record)
+        attn_out, shared = attend(attn_in, shared) if attend else self.attn(attn_in, shared, record)
         note("attn_out", attn_out)
         x, pre = expand(x, attn_out, mix.post, mix.comb), mix.pre
 
@@ -80,6 +85,12 @@ class Block(nn.Module):
         x = expand(x, ffn_out, mix.post, mix.comb)
         note("streams", x)
         return Residual(x, mix.pre), shared
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse, with ``ValueError``, a dtype in which the model is not computed: FP16 cannot hold its norms' epsilon."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype = {dtype}: must be torch.float32 or torch.bfloat16")
 
 
 class Model(nn.Module):
@@ -98,8 +109,9 @@ class Model(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"dtype = {dtype}: must be torch.float32 or torch.bfloat16")
+        check_dtype(dtype)
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device = {device}: torch sees no CUDA device; use 'cpu'")
         self.config, text = config, config.text
         self.plans = plan_layers(text)
         self.cut = first_decoder_layer(text)
@@ -143,16 +155,17 @@ class Model(nn.Module):
         """
         return self.decode(self.encode(input_ids))
 
+    def begin(self, ids: Int[Tensor, "B S"]) -> Encoded:
+        """The state before layer 0: the embedding in every stream; the first sublayer reads stream 0 (SPEC 3)."""
+        streams = self.embed(ids).unsqueeze(2).expand(-1, -1, self.config.text.hc_mult, -1)
+        pre = torch.zeros(*ids.shape, self.config.text.hc_mult, device=ids.device)
+        pre[..., 0] = 1.0
+        is_image = ids == self.config.image_token_id
+        return Encoded(Residual(streams, pre), Shared(), is_image if bool(is_image.any()) else None)
+
     def encode(self, input_ids: Int[Tensor, "B S"], record: Record | None = None) -> Encoded:
         """Layers before the cut on every token, then the last KV source's global KV from their output (SPEC 6)."""
-        ids = self._checked(input_ids)
-        text = self.config.text
-        streams = self.embed(ids).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
-        pre = torch.zeros(*ids.shape, text.hc_mult, device=ids.device)
-        pre[..., 0] = 1.0  # the first sublayer reads stream 0
-        is_image = ids == self.config.image_token_id
-        start = Encoded(Residual(streams, pre), Shared(), is_image if bool(is_image.any()) else None)
-        encoded = self._run(start, 0, self.cut, record)
+        encoded = self._run(self.begin(self.checked(input_ids)), 0, self.cut, record)
         if self.cut < len(self.layers):
             source = self.blocks[self.cut]
             kv = source.attn.publish(source.attention_input(encoded.residual))
@@ -161,11 +174,15 @@ class Model(nn.Module):
 
     def decode(self, encoded: Encoded, record: Record | None = None) -> Float[Tensor, "B S V"]:
         """Layers from the cut on, then the head, on the rows of ``encoded``: FP32 logits (SPEC 6)."""
-        residual = self._run(encoded, self.cut, len(self.layers), record).residual
-        logits: Tensor = self.head(self.norm(collapse(residual.streams, residual.pre)).float())
+        logits = self.logits(self._run(encoded, self.cut, len(self.layers), record).residual)
         if record:
             record("logits", logits)
         return logits
+
+    def logits(self, residual: Residual) -> Float[Tensor, "B S V"]:
+        """The head on what leaves the last layer: collapse with the carried pre, final norm, FP32 matrix (SPEC 3)."""
+        out: Tensor = self.head(self.norm(collapse(residual.streams, residual.pre)).float())
+        return out
 
     @torch.no_grad()
     def trace(self, input_ids: Int[Tensor, "B S"]) -> dict[str, Tensor]:
@@ -187,16 +204,21 @@ class Model(nn.Module):
             residual, shared = self.layers[layer](residual, shared, state.is_image, note)
         return Encoded(residual, shared, state.is_image)
 
-    def _checked(self, input_ids: Tensor) -> Tensor:
+    def checked(self, input_ids: Tensor) -> Tensor:
+        """``input_ids`` on the model's device. Raises as :meth:`forward` says."""
         text = self.config.text
         if text.engram_layer_ids:
             raise NotImplementedError(
                 f"engram_layer_ids = {list(text.engram_layer_ids)}: this version builds and counts such a model but "
                 "does not compute Engram; run a configuration without it"
             )
+        if not isinstance(input_ids, Tensor):
+            raise ValueError(
+                f"input_ids is a {type(input_ids).__name__}: must be a tensor, int64 or int32 [batch, length]"
+            )
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"input_ids is {input_ids.dtype} {list(input_ids.shape)}: must be integers [batch, length]"
+                f"input_ids is {input_ids.dtype} {list(input_ids.shape)}: must be int64 or int32 [batch, length]"
             )
         if not input_ids.numel():
             raise ValueError(f"input_ids is {list(input_ids.shape)}: there must be at least one sequence of one token")

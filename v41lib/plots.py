@@ -149,7 +149,7 @@ def lineage(table: pd.DataFrame) -> Figure:
     fig, (ax,) = figure(1.9)
     names = list(table.index)[::-1]
     values = [float(table.loc[name, "bytes a token"]) for name in names]
-    ax.barh(names, values, color=[ORANGE if "V4.1" in name else BLUE for name in names], height=0.6)
+    ax.scatter(values, names, color=[ORANGE if "V4.1" in name else BLUE for name in names], s=60)
     for place, value in enumerate(values):
         ax.text(value * 1.12, place, f"{value:,.0f} B", va="center", fontsize=8)
     ax.set_xscale("log")

@@ -44,7 +44,7 @@ def reached_code(start: Callable[..., Any]) -> dict[str, str]:
         if name in found:
             continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
-        found[name] = ast.dump(_without_docstrings(tree))
+        found[name] = _dump(_without_docstrings(tree))
         module = inspect.getmodule(item)
         for label, value in _named_in(tree, vars(module) if module else {}):
             if _is_code(value):
@@ -91,6 +91,16 @@ def _named_in(tree: ast.AST, scope: dict[str, Any]) -> Iterator[tuple[str, Any]]
             owner = scope.get(node.value.id)
             if isinstance(owner, types.ModuleType) and owner.__name__.startswith(PACKAGE) and hasattr(owner, node.attr):
                 yield node.attr, getattr(owner, node.attr)
+
+
+def _dump(node: Any) -> str:
+    """A syntax tree as text that is the same for every Python version: what is empty is left out."""
+    if isinstance(node, list):
+        return f"[{','.join(_dump(member) for member in node)}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(f'{name}={_dump(value)}' for name, value in fields if name != 'kind')})"
 
 
 def _without_docstrings(tree: ast.AST) -> ast.AST:

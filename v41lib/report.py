@@ -20,9 +20,8 @@ def number(value: Any, digits: int = 3) -> str:
         return value
     if float(value).is_integer():
         return f"{int(value):,}"
-    if abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or "e+" in text else text
 
 
 def billions(value: int) -> str:

@@ -113,7 +113,7 @@ class _PlainLoader(yaml.SafeLoader):
 for _tag, _pattern, _first in (
     ("null", r"null|~|", "n~"),
     ("bool", r"true|false", "tf"),
-    ("int", r"[-+]?\d+", "-+0123456789"),
+    ("int", r"[-+]?\d[\d_]*", "-+0123456789"),
     ("float", r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?", "-+.0123456789"),
 ):
     _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first])

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from v41lib.checkpoint import checkpoint_files, opened
+from v41lib.checkpoint import Reader
 
 # In order of computation inside a layer.
 STAGES = ("attn_in", "main", "keys", "window", "topk", "cand", "attn_out", "ffn_in", "route", "ffn_out", "streams")
-SETS = ("topk", "route")  # compared as sets: order carries no meaning
+SETS = ("topk", "route")  # compared as sets: order carries no meaning, nor does the number of absent (-1) slots
 
 
 @dataclass(frozen=True)
@@ -92,25 +92,21 @@ def diff_traces(a: Mapping[str, Any], b: Mapping[str, Any], atol: float = 1e-4) 
 
 
 def diff_checkpoints(a: str | Path, b: str | Path, atol: float = 0.0) -> Comparison:
-    """Compare two checkpoint folders tensor by tensor, reading one tensor of each at a time."""
+    """Compare two checkpoint folders tensor by tensor, reading one tensor of each at a time.
+
+    Weights in the released formats are compared by their values, with each other and with plain ones.
+    """
     with ExitStack() as stack:
-        sides = []
-        for folder in (a, b):
-            files = [stack.enter_context(opened(path)) for path in checkpoint_files(Path(folder))]
-            sides.append({name: file for file in files for name in file.keys()})  # noqa: SIM118 (not a mapping)
-        left, right = sides
-        common = sorted(set(left) & set(right), key=order_of)
-        differences = []
-        for name in common:
-            found = _differ(name, _array(left[name].get_tensor(name)), _array(right[name].get_tensor(name)), atol)
-            if found:
-                differences.append(found)
-    return Comparison(
-        tuple(common),
-        tuple(differences),
-        tuple(sorted(set(left) - set(right), key=order_of)),
-        tuple(sorted(set(right) - set(left), key=order_of)),
-    )
+        left, right = (Reader(Path(folder), stack) for folder in (a, b))
+        ours, theirs = left.weights(), right.weights()
+        common = sorted(ours & theirs, key=order_of)
+        differences = [
+            found
+            for name in common
+            if (found := _differ(name, _array(left.read(name)), _array(right.read(name)), atol))
+        ]
+    only = (tuple(sorted(names, key=order_of)) for names in (ours - theirs, theirs - ours))
+    return Comparison(tuple(common), tuple(differences), *only)
 
 
 def _array(value: Any) -> np.ndarray[Any, Any]:
@@ -121,14 +117,18 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 
 
 def _differ(name: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], atol: float) -> Difference | None:
+    kind = name.split(".")[0]
+    if kind in SETS and a.ndim and b.ndim and a.shape[:-1] == b.shape[:-1]:
+        a, b = (np.sort(x, -1)[..., ::-1] for x in (a, b))  # absent slots last
+        width = max(a.shape[-1], b.shape[-1])
+        a, b = (np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])], constant_values=-1) for x in (a, b))
     if a.shape != b.shape:
         return Difference(name, f"shapes {list(a.shape)} and {list(b.shape)}")
-    kind = name.split(".")[0]
-    if kind in SETS:
-        a, b = np.sort(a, -1), np.sort(b, -1)
     if kind == "cand":  # only what is visible counts, and every implementation marks the rest as it likes
-        visible = np.tril(np.ones(a.shape[-2:], dtype=bool)) if a.shape[-2] == a.shape[-1] else np.True_
-        a, b = a & visible, b & visible
+        ratio = max(a.shape[-2] // max(a.shape[-1], 1), 1)
+        seen = (np.arange(a.shape[-2]) + 1) // ratio
+        visible = np.arange(a.shape[-1]) < seen[:, None]
+        a, b = a.astype(bool) & visible, b.astype(bool) & visible
     if np.issubdtype(a.dtype, np.floating) and np.issubdtype(b.dtype, np.floating):
         with np.errstate(invalid="ignore"):  # infinities cancel to NaN, and are compared below
             gap = np.abs(a.astype(np.float64) - b.astype(np.float64))

@@ -131,9 +131,9 @@ def test_one_layer_is_read_without_the_other_shards(released_folder: Path, tmp_p
 
 def test_one_layer_reads_its_own_bytes_only(released_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    read = checkpoint._Reader.read
+    read = checkpoint.Reader.read
     monkeypatch.setattr(
-        checkpoint._Reader, "read", lambda self, name, shape: asked.append(name) or read(self, name, shape)
+        checkpoint.Reader, "read", lambda self, name, shape: asked.append(name) or read(self, name, shape)
     )
     v41lib.load_layer(released_folder, 3)
     assert asked

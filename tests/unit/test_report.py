@@ -20,6 +20,7 @@ from v41lib import report
         (float("nan"), ""),
         (pd.NA, ""),
         ("text", "text"),
+        (999.6, "1,000"),
         (-1234567.8, "-1,234,568"),
     ],
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,8 +37,10 @@ PART_OF = {
 class Params(BaseParams):
     """``presets`` are run with one token each, to see which parameters it touches."""
 
-    presets: tuple[str, ...] = ("tiny", "wide", "miniature")
-    seed: int = 0
+    presets: tuple[Literal["tiny", "wide", "miniature", "bench"], ...] = Field(
+        default=("tiny", "wide", "miniature"), min_length=1
+    )
+    seed: int = Field(default=0, ge=0)
 
     PROFILES: ClassVar[dict[str, dict[str, Any]]] = {
         "full": {"presets": ("tiny", "wide", "miniature", "bench")},
@@ -87,8 +90,9 @@ def stored() -> pd.DataFrame:
 
 
 def groups(table: pd.DataFrame) -> pd.DataFrame:
-    """Sums of :func:`stored` by what they belong to, with the total."""
-    sums = table.groupby("belongs to", sort=False)["closed form"].sum().rename_axis("part").to_frame("parameters")
+    """Sums of :func:`stored` by what they belong to, with the total; of what is built where it is built."""
+    counted = table.assign(parameters=table["built"].fillna(table["closed form"]))
+    sums = counted.groupby("belongs to", sort=False)["parameters"].sum().rename_axis("part").to_frame()
     sums.loc["total"] = sums["parameters"].sum()
     return sums
 
@@ -164,8 +168,8 @@ def touched(params: Params) -> pd.DataFrame:
                 "preset": name,
                 "stored": closed.backbone_params(config.text),
                 "closed form": expected.stacks + expected.head,
-                "read by one token": inside,
-                "routed experts read a layer": _experts_read(config.text, read),
+                "read": inside,
+                "routed experts read": _experts_read(config.text, read),
                 "of": config.text.n_routed_experts,
             }
         )
@@ -178,6 +182,17 @@ def _experts_read(text: TextConfig, read: dict[str, int]) -> int:
     counts = {n // per_expert for name, n in read.items() if name.endswith(".experts.w1")}
     (count,) = counts
     return count
+
+
+def experts_read(params: Params) -> int:
+    """Routed experts that one token reads in a layer of the release: as configured, if small models obey theirs.
+
+    Raises ``ValueError`` when one of them reads another number than it is configured to.
+    """
+    for name, read in touched(params)["routed experts read"].items():
+        if read != preset(str(name)).text.num_experts_per_tok:
+            raise ValueError(f"one token of {name} reads {read} routed experts in a layer")
+    return released().text.num_experts_per_tok
 
 
 def expert_bytes(text: TextConfig) -> int:
@@ -210,7 +225,8 @@ def in_words(stored_parts: pd.DataFrame, sums: pd.DataFrame, ways: pd.DataFrame)
         "prefill_with_embedding": f"{ways['prefill (encoder)'].iloc[-1] / 1e9:.0f}",
         "decode_layers": f"{ways['decode (both stacks)'].iloc[0] / 1e9:.0f}",
         "trillion_experts": f"{text.n_routed_experts + more:,}",
-        "trillion_extra": billions(extra),
+        "trillion_extra": f"{extra:,}",
+        "bench_read": f"{closed.active(preset('bench').text).stacks + closed.active(preset('bench').text).head:,}",
     }
 
 
@@ -224,6 +240,6 @@ def settled(params: Params) -> dict[str, int]:
         "total-params": int(sums["total"]),
         "active-prefill": a.encoder + a.global_kv,
         "active-decode": a.stacks + a.head,
-        "experts-a-token": text.num_experts_per_tok + text.n_shared_experts,
+        "experts-a-token": experts_read(params) + text.n_shared_experts,
         "expert-bytes": expert_bytes(text),
     }

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from v41lib.config import released
@@ -25,10 +27,10 @@ RoundTrip = Callable[[Tensor], Tensor]
 class Params(BaseParams):
     """``entries`` latents are rounded; ``queries`` of 64 heads attend to them; ``tries`` vectors seek the bound."""
 
-    entries: int = 2048
-    queries: int = 16
-    tries: int = 2000
-    seed: int = 0
+    entries: int = Field(default=2048, ge=1)
+    queries: int = Field(default=16, ge=1)
+    tries: int = Field(default=2000, ge=1)
+    seed: int = Field(default=0, ge=0)
 
     PROFILES: ClassVar[dict[str, dict[str, Any]]] = {
         "full": {"entries": 8192, "queries": 64},
@@ -192,7 +194,8 @@ def in_words(params: Params, errors: pd.DataFrame, magnitudes: pd.DataFrame, tai
     error = errors["error"]
     fp8, int4 = error.index[0], error.index[2]
     low, high = breaks_at(magnitudes)
-    better = tails.index[tails[MAIN] < tails[int4]]
+    gap = (tails[MAIN] - tails[int4]).to_numpy()
+    crossing = float(np.exp(np.interp(0.0, gap, np.log(tails.index.to_numpy(dtype=float)))))
     return {
         "entries": f"{params.entries:,}",
         "queries": str(params.queries),
@@ -200,7 +203,7 @@ def in_words(params: Params, errors: pd.DataFrame, magnitudes: pd.DataFrame, tai
         "vs_mx": f"{error[MAIN] / error[MX]:.2f}",
         "vs_fp8": f"{error[MAIN] / error[fp8]:.1f}",
         "int4_gain": f"{1 - error[int4] / error[MAIN]:.0%}",
-        "crossover": str(better.max()),
+        "crossover": f"{crossing:.0f}",
         "breaks_low": f"1/{1 / low:.0f}",
         "breaks_high": f"{high:,.0f}",
         "guaranteed": f"{largest_representable() / released().text.head_dim ** 0.5:.0f}",

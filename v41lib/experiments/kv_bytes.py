@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from pydantic import Field
+from torch import Tensor
 
 from v41lib.accounting import lineage, memory
 from v41lib.config import released
@@ -22,9 +23,9 @@ WINDOW_SHARE = 0.5  # of V4-Flash's persisted cache, by the report ("nearly half
 class Params(BaseParams):
     """``tokens`` are packed by every KV source; ``odd`` is a short odd length, packed on its own."""
 
-    tokens: int = 10_000
-    odd: int = 5
-    seed: int = 0
+    tokens: int = Field(default=10_000, ge=1)
+    odd: int = Field(default=5, ge=1)
+    seed: int = Field(default=0, ge=0)
 
     PROFILES: ClassVar[dict[str, dict[str, Any]]] = {"full": {"tokens": 40_000}, "gpu": {"tokens": 200_000}}
 
@@ -41,10 +42,10 @@ def source(plan: LayerPlan, params: Params) -> Attention:
     for module in (attention.compressor, attention.indexer.wk, attention.indexer.k_norm):
         module.to_empty(device=params.device)
         for weight in module.parameters():
-            if weight.dim() > 1:
-                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
-            else:
-                nn.init.ones_(weight)
+            drawn = torch.ones(weight.shape)
+            if weight.dim() > 1:  # on the CPU, so that a seed means the same on every device
+                drawn = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+            weight.data.copy_(drawn)
     return attention
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 
 import pandas as pd
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from v41lib.config import preset, released
@@ -23,8 +24,8 @@ MODES = ("local", "full", "reindex", "reuse")
 class Params(BaseParams):
     """``length`` tokens through the miniature: the released schedule of 40 layers at small widths, random weights."""
 
-    length: int = 96
-    seed: int = 0
+    length: int = Field(default=96, ge=1)
+    seed: int = Field(default=0, ge=0)
 
     PROFILES: ClassVar[dict[str, dict[str, Any]]] = {"full": {"length": 512}, "gpu": {"length": 2048}}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -21,6 +23,14 @@ def pool(values: Float[Tensor, "B S D"], gates: Float[Tensor, "B S D"], ratio: i
     return (values * gates.softmax(2)).sum(2)
 
 
+@dataclass(frozen=True)
+class OpenGroup:
+    """The projected tokens of a group that is not closed yet, fewer than ``ratio`` of them; no gates at ratio 1."""
+
+    values: Float[Tensor, "B open D"]
+    gates: Float[Tensor, "B open D_or_0"]
+
+
 class Compressor(nn.Module):
     """From a layer's normed input to its latents, one a closed group, before rotation and rounding (SPEC 4).
 
@@ -36,12 +46,21 @@ class Compressor(nn.Module):
             self.wgate = nn.Linear(text.hidden_size, text.head_dim, bias=False, dtype=torch.float32)
 
     def forward(self, x: Float[Tensor, "B S M"]) -> Float[Tensor, "B C D"]:
+        return self.close(x)[0]
+
+    def close(
+        self, x: Float[Tensor, "B S M"], pending: OpenGroup | None = None
+    ) -> tuple[Float[Tensor, "B C D"], OpenGroup]:
+        """The latents of the groups that ``x`` closes after ``pending`` tokens, and the group left open behind."""
         wide = x.float()
-        latent = self.wkv(wide)
-        if self.ratio > 1:
-            latent = pool(latent, self.wgate(wide), self.ratio)
+        values = self.wkv(wide)
+        gates = self.wgate(wide) if self.ratio > 1 else values[..., :0]
+        if pending is not None:
+            values, gates = torch.cat((pending.values, values), 1), torch.cat((pending.gates, gates), 1)
+        closed = values.shape[1] // self.ratio * self.ratio
+        latent = pool(values, gates, self.ratio) if self.ratio > 1 else values
         normed: Tensor = self.norm(latent)
-        return normed.to(x.dtype)
+        return normed.to(x.dtype), OpenGroup(values[:, closed:], gates[:, closed:])
 
 
 def visible_entries(positions: Int[Tensor, " S"], ratio: int) -> Int[Tensor, " S"]:
