@@ -42,11 +42,15 @@ class _Section(BaseModel):
                 raise
             wrong = {e["loc"][0] for e in fields}
             partial = cls.model_construct(**{name: value for name, value in values.items() if name not in wrong})
-            told = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in fields]
-            told = [
-                line if e["type"] != "missing" else f"{e['loc'][0]} is missing"
-                for line, e in zip(told, fields, strict=True)
-            ]
+            told = []
+            for e in fields:
+                field, message = ".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")
+                if e["type"] == "missing":
+                    told.append(f"{field} is missing: it is required")
+                elif e["type"] == "value_error":  # a section, which has told of its own fields
+                    told += [f"{field}.{line}" for line in message.split("; ")]
+                else:
+                    told.append(f"{field} = {e['input']!r}: {message}")
             raise ValueError("; ".join([*told, *partial._broken_rules()])) from None
 
     def _broken_rules(self) -> list[str]:

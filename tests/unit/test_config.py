@@ -126,7 +126,7 @@ REALS = ["rope_theta", "compress_rope_theta", "routed_scaling_factor", "swiglu_l
 def test_sizes_must_be_positive(field: str, value: int) -> None:
     message = refusal(**{field: value})
     assert field in message
-    assert f"input_value={value}" in message or f"= {value}" in message
+    assert f"= {value}" in message or f"= {value}" in message
     assert "greater than 0" in message
 
 
@@ -134,7 +134,7 @@ def test_sizes_must_be_positive(field: str, value: int) -> None:
 def test_counts_must_not_be_negative(field: str) -> None:
     message = refusal(**{field: -1})
     assert field in message
-    assert "input_value=-1" in message
+    assert "= -1" in message
     assert "greater than or equal to 0" in message
 
 
@@ -143,7 +143,7 @@ def test_counts_must_not_be_negative(field: str) -> None:
 def test_integers_must_be_integers(field: str, value: Any) -> None:
     message = refusal(**{field: value})
     assert field in message
-    assert f"input_value={value!r}" in message
+    assert f"= {value!r}" in message
     assert "valid integer" in message
 
 
@@ -171,7 +171,7 @@ def test_booleans_must_be_booleans(value: Any) -> None:
 def test_reals_must_be_positive_and_finite(field: str, value: Any) -> None:
     message = refusal(**{field: value})
     assert field in message
-    assert f"input_value={value!r}" in message
+    assert f"= {value!r}" in message
 
 
 def test_reals_may_be_written_as_integers() -> None:
@@ -540,7 +540,7 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 
 def test_another_model_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model_type[\s\S]*deepseek_v41[\s\S]*deepseek_v4'"):
+    with pytest.raises(ValueError, match="model_type = 'deepseek_v4'.*'deepseek_v41'"):
         Config.from_dict({"model_type": "deepseek_v4", "image_token_id": 1, "text_config": SMALL})
 
 
