@@ -151,9 +151,9 @@ def lineage(table: pd.DataFrame) -> Figure:
     values = [float(table.loc[name, "bytes a token"]) for name in names]
     ax.scatter(values, names, color=[ORANGE if "V4.1" in name else BLUE for name in names], s=60)
     for place, value in enumerate(values):
-        ax.text(value * 1.12, place, f"{value:,.0f} B", va="center", fontsize=8)
+        ax.text(value * 1.25, place, f"{value:,.0f} B", va="center", fontsize=8)
     ax.set_xscale("log")
-    ax.set(xlim=(100, max(values) * 6), xlabel="bytes of KV cache a token")
+    ax.set(xlim=(100, max(values) * 6), ylim=(-0.6, len(names) - 0.4), xlabel="bytes of KV cache a token")
     ax.set_title("How many bytes a token did earlier models keep?")
     return fig
 

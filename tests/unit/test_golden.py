@@ -195,7 +195,7 @@ def test_every_weight_matters(tiny: Golden) -> None:
     ("ids", "words"),
     [
         (torch.zeros(3, dtype=torch.long), ["[3]", "batch, length"]),
-        (torch.zeros(1, 3), ["float32", "integers"]),
+        (torch.zeros(1, 3), ["float32", "int64"]),
         (torch.zeros(1, 0, dtype=torch.long), ["[1, 0]", "at least one"]),
         (torch.zeros(0, 4, dtype=torch.long), ["[0, 4]", "at least one"]),
         (torch.tensor([[1, 64]]), ["64", "0 to 63", "vocab_size"]),
