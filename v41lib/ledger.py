@@ -259,10 +259,9 @@ def is_stale(record: Record) -> bool:
     module_name, _, function = record.experiment.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-        # Not validated: whether a GPU is here says nothing about a record that was made on one.
-        params = module.Params.model_construct(**record.params)
+        # The parameters are not validated: whether a GPU is here says nothing about a record that was made on one.
         known = set(record.params) == set(module.Params.model_fields)
-        return not known or experiment_hash(getattr(module, function), params) != record.hash
+        return not known or experiment_hash(getattr(module, function), record.params) != record.hash
     except (ImportError, AttributeError, ValueError):
         return True
 

@@ -13,7 +13,7 @@ import inspect
 import json
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,10 +23,11 @@ from v41lib.resources import data_path
 PACKAGE = __name__.partition(".")[0]
 
 
-def experiment_hash(experiment: Callable[..., Any], params: BaseModel) -> str:
+def experiment_hash(experiment: Callable[..., Any], params: BaseModel | Mapping[str, Any]) -> str:
     """Sixteen hex digits that change when the parameters, the reached code or a shipped configuration does."""
     digest = hashlib.sha256()
-    digest.update(json.dumps(params.model_dump(mode="json"), sort_keys=True).encode())
+    plain = params.model_dump(mode="json") if isinstance(params, BaseModel) else dict(params)
+    digest.update(json.dumps(plain, sort_keys=True).encode())
     for name, source in sorted(reached_code(experiment).items()):
         digest.update(f"\n{name}\n{source}".encode())
     for path in sorted(data_path("configs").glob("*.json")):
