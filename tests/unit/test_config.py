@@ -540,7 +540,7 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 
 def test_another_model_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model_type = 'deepseek_v4'.*'deepseek_v41'"):
+    with pytest.raises(ValueError, match=r"model_type = 'deepseek_v4'.*'deepseek_v41'"):
         Config.from_dict({"model_type": "deepseek_v4", "image_token_id": 1, "text_config": SMALL})
 
 
