@@ -202,16 +202,13 @@ class Engine:
                 self._fits(lane, lane.length, length)
                 places = [place for place, row in enumerate(lane.rows) if each[row] == length]
                 rows = [lane.rows[place] for place in places]
-                if windows == "kept":
-                    begin, own = lane.length, lane.taken(places, rows)
-                else:
-                    exact = windows == "exact"
-                    begin = (
-                        self._exact_from(lane, length, plan)
-                        if exact
-                        else self._again_from(lane, length, plan, rerun_len)
-                    )
-                    own = lane.taken(places, rows, lane.length if begin else 0)
+                begin = lane.length
+                if windows == "replay":
+                    begin = self._again_from(lane, length, plan, rerun_len)
+                elif windows == "exact":
+                    begin = self._exact_from(lane, length, plan)
+                own = lane.taken(places, rows, None if windows == "kept" else lane.length if begin else 0)
+                if windows != "kept":
                     own.rerun_from(begin)
                 lanes.append(own)
                 prompts.append(torch.cat((lane.tokens[places, begin : lane.length], ids[rows, :length]), dim=1))
