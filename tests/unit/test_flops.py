@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,11 +176,26 @@ def executed(model: Model) -> Iterator[Counter[str]]:
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name)))
             hooks.append(module.register_forward_hook(lambda *_: leave()))
+
+        def inside(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any) -> Any:
+                enter(name)
+                try:
+                    return work(*args)
+                finally:
+                    leave()
+
+            return wrapped
+
+        for block in model.blocks:  # an engine calls this and not the module
+            block.attn.attend_rows = inside(f"layers.{block.plan.layer}.attn", block.attn.attend_rows)  # type: ignore
         try:
             yield counts
         finally:
             for hook in hooks:
                 hook.remove()
+            for block in model.blocks:
+                del block.attn.attend_rows
         book()
         assert sum(counts.values()) == counter.get_total_flops()
 
