@@ -29,21 +29,15 @@ def renumber(env: Any) -> None:
                 node["secnumber"] = [chapter, *node["secnumber"][1:]]
 
 
-def wrap(_app: Any, _config: Any) -> None:
-    """Renumber after sections and before figures, whoever assigns the section numbers; figures follow from them."""
+def setup(_app: Any) -> dict[str, bool]:
+    """Called by Sphinx. Renumbers after sections are numbered, whoever does that, and before figures, which follow."""
     from sphinx.environment.collectors.toctree import TocTreeCollector
 
-    assign: Callable[..., list[str]] = TocTreeCollector.assign_section_numbers
+    assign: Callable[..., list[str]] = TocTreeCollector.assign_figure_numbers
 
-    def assign_section_numbers(self: Any, env: Any) -> list[str]:
-        changed = assign(self, env)
+    def assign_figure_numbers(self: Any, env: Any) -> list[str]:
         renumber(env)
-        return changed
+        return assign(self, env)
 
-    TocTreeCollector.assign_section_numbers = assign_section_numbers  # type: ignore[method-assign]
-
-
-def setup(app: Any) -> dict[str, bool]:
-    """Called by Sphinx. The collector is wrapped once all extensions have had their turn at it."""
-    app.connect("config-inited", wrap)
+    TocTreeCollector.assign_figure_numbers = assign_figure_numbers  # type: ignore[method-assign]
     return {"parallel_read_safe": True, "parallel_write_safe": True}

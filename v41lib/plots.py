@@ -198,8 +198,8 @@ def stored_and_touched(parts: pd.DataFrame) -> Figure:
 NARROW = 4.8  # inches; panels one above the other, which a phone can show without shrinking their text
 
 
-def keys_and_time(keys: pd.DataFrame, times: pd.DataFrame, pool: int) -> Figure:
-    """How many keys does a layer score, and how long does a query take? ``keys`` has a column a kind of layer."""
+def keys_and_time(keys: pd.DataFrame, times: pd.DataFrame) -> Figure:
+    """How many keys does a layer score, how long does a query take? ``keys``: a column a kind of layer, capped last."""
     use_style()
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(NARROW, 5.4), sharex=True)
     styles = zip(keys.columns, (ORANGE, BLUE, RED), ("s", "o", "D"), strict=True)
@@ -211,6 +211,7 @@ def keys_and_time(keys: pd.DataFrame, times: pd.DataFrame, pool: int) -> Figure:
         bottom.plot(times.index, times[name], color=colour, marker=mark, markersize=4, label=name)
     bottom.set(ylabel="milliseconds a query", xlabel="tokens of context")
     bottom.set_title("How long does a query take?")
+    pool = int(keys.iloc[:, -1].max())
     for ax in (top, bottom):
         ax.axvline(pool, color=GREY, linewidth=1, linestyle=":", zorder=0)
         ax.set_xscale("log", base=2)

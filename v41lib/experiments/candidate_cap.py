@@ -230,8 +230,8 @@ def fits(times: pd.DataFrame) -> pd.DataFrame:
         left = ms - (a_token * n + rest)
         rows[name] = {
             "exponent": exponent,
-            "ns a token of context": 1e6 * a_token,
-            "R² of the line": 1 - float((left**2).sum() / ((ms - ms.mean()) ** 2).sum()),
+            "ns a token": 1e6 * a_token,
+            "R²": 1 - float((left**2).sum() / ((ms - ms.mean()) ** 2).sum()),
             "last / first": ms[-1] / ms[0],
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("indexer")
@@ -244,9 +244,9 @@ def growth() -> pd.DataFrame:
     """Weighted GFLOP of a decode step at both ends, by convention, and how much more the longer costs."""
     text = released().text
     short, long = decode_flops(text, SHORT), decode_flops(text, LONG)
-    rows = {c.name: [short.weighted(c) / 1e9, long.weighted(c) / 1e9, c.words] for c in CONVENTIONS}
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=["4K", "1M", "in words"])
-    table.insert(2, "more", [f"{row['1M'] / row['4K'] - 1:+.1%}" for _, row in table.iterrows()])
+    rows = {c.words: [work.weighted(c) / 1e9 for work in (short, long)] for c in CONVENTIONS}
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["4K", "1M"])
+    table["more"] = [f"{row['1M'] / row['4K'] - 1:+.1%}" for _, row in table.iterrows()]
     return table.rename_axis("convention")
 
 
@@ -290,7 +290,7 @@ def in_words(params: Params, keys: pd.DataFrame, counted: pd.DataFrame) -> dict[
     text, longest = released().text, params.contexts[-1]
     ends = [decode_flops(text, n) for n in (SHORT, LONG)]
     products = [work.total - work.by_component()["index_sum"] for work in ends]
-    more = growth()["more"].str.removeprefix("+")
+    more = dict(zip((c.name for c in CONVENTIONS), growth()["more"].str.removeprefix("+"), strict=True))
     tight = [work.weighted(CONVENTIONS[0]) - work.by_component()["index_sum"] for work in ends]
     slope = flops.slope(text)
     return {
@@ -337,8 +337,8 @@ def times_in_words(times: pd.DataFrame, fitted: pd.DataFrame) -> dict[str, str]:
         "ms_capped": f"{times['capped'].iloc[-1]:,.1f}",
         "exponent_full": f"{full['exponent']:.2f}",
         "exponent_capped": f"{small['exponent']:.2f}",
-        "ns_full": f"{full['ns a token of context']:,.0f}",
-        "r2_full": f"{full['R² of the line']:.4f}",
+        "ns_full": f"{full['ns a token']:,.0f}",
+        "r2_full": f"{full['R²']:.4f}",
         "capped_ratio": f"{small['last / first']:.2f}",
         "context_ratio": f"{beyond_the_pool(times).index[-1] / beyond_the_pool(times).index[0]:.0f}",
         "speedup": f"{times['full scan'].iloc[-1] / times['capped'].iloc[-1]:.0f}",
