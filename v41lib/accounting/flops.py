@@ -142,16 +142,20 @@ def _only(**formats: Format) -> dict[str, Format]:
 
 # The first is the book's own; the others change one thing in it, or weigh (nearly) nothing.
 CONVENTIONS: tuple[Convention, ...] = (
-    Convention("wider operand", "the wider of a product's formats"),
-    Convention("wo_a in BF16", "the same, wo_a in BF16", _but(wo_a="bf16")),
+    Convention("wider operand", "a product runs in the wider of its operands' released formats"),
+    Convention("wo_a in BF16", "the same, with the grouped output projection in BF16", _but(wo_a="bf16")),
     Convention(
         "attention in FP8",
-        "the same, attention in FP8",
+        "the same, with queries rounded to FP8 to meet the FP8 and FP4 KV",
         _but(window="fp8", selected="fp8"),
     ),
-    Convention("experts in FP4", "the same, routed experts in FP4", _but(routed_experts="fp4")),
-    Convention("scores in FP8", "the same, index scores in FP8", _but(index_scores="fp8")),
-    Convention("only scores in FP4", "index scores in FP4, all else in BF16", _only(index_scores="fp4")),
+    Convention(
+        "experts in FP4", "the same, with routed experts at the rate of their weights", _but(routed_experts="fp4")
+    ),
+    Convention(
+        "scores in FP8", "the same, with index scores at half rate instead of a quarter", _but(index_scores="fp8")
+    ),
+    Convention("only scores in FP4", "index scores in FP4, everything else in BF16", _only(index_scores="fp4")),
     Convention("unweighted", "every FLOP counts one", _only()),
 )
 
