@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from v41lib.config import Config, TextConfig
 from v41lib.nn.attention import Attention, Record
 from v41lib.nn.hyper import HyperConnection, collapse, expand
+from v41lib.nn.linear import Linear
 from v41lib.nn.moe import MoE
 from v41lib.nn.norm import RMSNorm
 from v41lib.nn.shared import Shared
@@ -119,7 +120,7 @@ class Model(nn.Module):
             self.embed = nn.Embedding(text.vocab_size, text.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(Block(text, plan, dtype) for plan in self.plans)
             self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, dtype)
-            self.head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=torch.float32)
+            self.head = Linear(text.hidden_size, text.vocab_size, dtype=torch.float32)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialise(seed)

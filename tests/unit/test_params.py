@@ -225,7 +225,8 @@ class Touched(TorchDispatchMode):
             ]
             for value in flat:
                 if isinstance(value, torch.Tensor) and (name := self.names.get(value.untyped_storage().data_ptr())):
-                    self.slices.add((name, value.storage_offset(), value.numel()))
+                    once = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride]
+                    self.slices.add((name, value.storage_offset(), math.prod(once)))
         return func(*args, **(kwargs or {}))
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from v41lib.config import TextConfig
 from v41lib.nn.compressor import Compressor, pad_entries, visible_entries
 from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_rows, select_among, select_everywhere
+from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
 from v41lib.nn.quant import Packed, straight_through, values
 from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation
@@ -31,12 +32,9 @@ def softmax_with_sink(logits: Float[Tensor, "... H T"], sink: Float[Tensor, " H"
 
     A row of -inf gives zeros: all the weight is the sink's.
     """
-    sink = sink.float().unsqueeze(-1)
-    top = torch.maximum(logits.amax(-1, keepdim=True), sink)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = (logits - top).exp()
-    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
-    return weights / total.clamp_min(torch.finfo(total.dtype).tiny)  # all masked and no sink: zeros, not NaN
+    lowest = torch.finfo(torch.float32).min  # for -inf: nothing beside any key, yet all the weight when there is none
+    column = sink.float().clamp_min(lowest).unsqueeze(-1).expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def attend(
@@ -77,13 +75,13 @@ class Attention(nn.Module):
         super().__init__()
         self.plan, self.text = plan, text
         heads, width, eps = text.num_attention_heads, text.head_dim, text.rms_norm_eps
-        self.wq_a = nn.Linear(text.hidden_size, text.q_lora_rank, bias=False, dtype=dtype)
+        self.wq_a = Linear(text.hidden_size, text.q_lora_rank, dtype=dtype)
         self.q_norm = RMSNorm(text.q_lora_rank, eps, dtype)
-        self.wq_b = nn.Linear(text.q_lora_rank, heads * width, bias=False, dtype=dtype)
-        self.wkv = nn.Linear(text.hidden_size, width, bias=False, dtype=dtype)
+        self.wq_b = Linear(text.q_lora_rank, heads * width, dtype=dtype)
+        self.wkv = Linear(text.hidden_size, width, dtype=dtype)
         self.kv_norm = RMSNorm(width, eps, dtype)
-        self.wo_a = nn.Linear(heads * width // text.o_groups, text.o_groups * text.o_lora_rank, bias=False, dtype=dtype)
-        self.wo_b = nn.Linear(text.o_groups * text.o_lora_rank, text.hidden_size, bias=False, dtype=dtype)
+        self.wo_a = Linear(heads * width // text.o_groups, text.o_groups * text.o_lora_rank, dtype=dtype)
+        self.wo_b = Linear(text.o_groups * text.o_lora_rank, text.hidden_size, dtype=dtype)
         self.attn_sink = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
         if plan.owns_kv:
             self.compressor = Compressor(text, plan.ratio, dtype)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
+from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
 
 
@@ -40,10 +41,10 @@ class Compressor(nn.Module):
     def __init__(self, text: TextConfig, ratio: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.ratio = ratio
-        self.wkv = nn.Linear(text.hidden_size, text.head_dim, bias=False, dtype=torch.float32)
+        self.wkv = Linear(text.hidden_size, text.head_dim, dtype=torch.float32)
         self.norm = RMSNorm(text.head_dim, text.rms_norm_eps, dtype)
         if ratio > 1:
-            self.wgate = nn.Linear(text.hidden_size, text.head_dim, bias=False, dtype=torch.float32)
+            self.wgate = Linear(text.hidden_size, text.head_dim, dtype=torch.float32)
 
     def forward(self, x: Float[Tensor, "B S M"]) -> Float[Tensor, "B C D"]:
         return self.close(x)[0]

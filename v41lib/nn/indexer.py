@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from v41lib.config import TextConfig
 from v41lib.nn.compressor import pad_entries
+from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
-from v41lib.nn.quant import Packed, straight_through, values
+from v41lib.nn.quant import Packed, straight_through, unpack, values
 from v41lib.nn.rope import Rotation, rotate
 
 
@@ -31,19 +32,32 @@ def score(
         products = (flat @ keys.transpose(1, 2)).unflatten(1, (length, heads))
     else:
         products = queries.float() @ keys.transpose(2, 3)
-    return (weights.float().unsqueeze(-2) @ products.relu()).squeeze(-2)
+    return (weights.float().unsqueeze(-2) @ products.relu_()).squeeze(-2)
 
 
 def best(scores: Float[Tensor, "... T"], k: int) -> Int[Tensor, "... K"]:
     """The ``k`` highest scores' places, ties to the lower index, ascending, -1 for those scored -inf."""
     width = scores.shape[-1]
+    if k >= width:
+        kept = scores > -torch.inf
+        top = torch.where(kept, torch.arange(width, device=scores.device), width)
+    else:
+        found = scores.topk(k + 1, dim=-1)  # one more, to see whether the last one in ties with the first one out
+        last_in, first_out = found.values[..., -2], found.values[..., -1]
+        tied = (last_in == first_out) & (first_out > -torch.inf)
+        top = torch.where(found.values > -torch.inf, found.indices, width)[..., :-1]
+        if bool(tied.any()):
+            top[tied] = _best_of_ties(scores[tied], k)
+    top = top.sort(-1).values
+    return torch.where(top < width, top, -1)
+
+
+def _best_of_ties(scores: Float[Tensor, "N T"], k: int) -> Int[Tensor, "N K"]:
+    """As :func:`best`, unordered, for rows in which ``k`` entries are at least as good as any other."""
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0, which must tie with it
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the floats
-    ranks = torch.arange(width, 0, -1, device=scores.device)
-    top = ((ordered << 32) | ranks).topk(min(k, width), dim=-1).indices
-    kept = scores.gather(-1, top) > -torch.inf
-    top = torch.where(kept, top, width).sort(-1).values
-    return torch.where(top < width, top, -1)
+    ranks = torch.arange(scores.shape[-1], 0, -1, device=scores.device)
+    return ((ordered << 32) | ranks).topk(k, dim=-1).indices
 
 
 def hide_invisible(
@@ -75,8 +89,19 @@ def block_entries(blocks: Int[Tensor, "... N"], size: int) -> Int[Tensor, "... e
 
 def gather_rows(rows: Float[Tensor, "B C D"] | Packed, entries: Int[Tensor, "B S K"]) -> Float[Tensor, "B S K D"]:
     """Each query's own rows, unpacked if need be. An absent entry (-1) reads some row, for the caller to mask."""
-    batch = torch.arange(rows.shape[0], device=entries.device).view(-1, 1, 1)
-    return values(rows[batch, entries.clamp(0, rows.shape[1] - 1)])
+    places = entries.clamp(0, rows.shape[1] - 1)
+    if isinstance(rows, Packed):
+        return unpack(Packed(rows.fmt, rows.width, _take(rows.elements, places), _take(rows.scales, places)))
+    return _take(rows, places)
+
+
+def _take(rows: Tensor, places: Int[Tensor, "B S K"]) -> Tensor:
+    """``rows[b, places[b]]`` by whole rows of memory, which indexing along two axes would copy by element."""
+    if rows.is_contiguous():
+        places = places + torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1) * rows.shape[1]
+        return rows.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
+    taken = [row.index_select(0, place.flatten()) for row, place in zip(rows, places, strict=True)]
+    return torch.stack(taken).unflatten(1, places.shape[1:])
 
 
 def score_in_pieces(
@@ -131,10 +156,10 @@ class Indexer(nn.Module):
     def __init__(self, text: TextConfig, owns_keys: bool, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.heads, self.width = text.index_n_heads, text.index_head_dim
-        self.wq_b = nn.Linear(text.q_lora_rank, self.heads * self.width, bias=False, dtype=dtype)
-        self.weights_proj = nn.Linear(text.hidden_size, self.heads, bias=False, dtype=dtype)
+        self.wq_b = Linear(text.q_lora_rank, self.heads * self.width, dtype=dtype)
+        self.weights_proj = Linear(text.hidden_size, self.heads, dtype=dtype)
         if owns_keys:
-            self.wk = nn.Linear(text.head_dim, self.width, bias=False, dtype=dtype)
+            self.wk = Linear(text.head_dim, self.width, dtype=dtype)
             self.k_norm = RMSNorm(self.width, text.rms_norm_eps, dtype)
 
     def keys(self, latent: Float[Tensor, "B C D"], by: Rotation) -> Float[Tensor, "B C D_index"]:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
+from v41lib.nn.linear import Linear, linear
 
 
 class Route(NamedTuple):
@@ -40,7 +41,7 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "N M"], is_image: Bool[Tensor, " N"] | None = None) -> Route:
         """Route each token; ``is_image`` marks the tokens that choose with ``bias_vl``."""
-        logits = F.linear(x.float(), self.weight.float())
+        logits = linear(x.float(), self.weight.float())
         positive = F.softplus(logits)
         # Where softplus underflows to zero, sqrt has an infinite slope, which would make every gradient NaN.
         scores = torch.where(positive > 0, positive.where(positive > 0, 1.0).sqrt(), 0.0)
@@ -58,9 +59,9 @@ class Expert(nn.Module):
     def __init__(self, text: TextConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.limit = text.swiglu_limit
-        self.w1 = nn.Linear(text.hidden_size, text.moe_intermediate_size, bias=False, dtype=dtype)
-        self.w2 = nn.Linear(text.moe_intermediate_size, text.hidden_size, bias=False, dtype=dtype)
-        self.w3 = nn.Linear(text.hidden_size, text.moe_intermediate_size, bias=False, dtype=dtype)
+        self.w1 = Linear(text.hidden_size, text.moe_intermediate_size, dtype=dtype)
+        self.w2 = Linear(text.moe_intermediate_size, text.hidden_size, dtype=dtype)
+        self.w3 = Linear(text.hidden_size, text.moe_intermediate_size, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "... M"]) -> Float[Tensor, "... M"]:
         out: Tensor = self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
@@ -80,16 +81,18 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
         """The FP32 weighted sum of each token's experts, added in order of expert number."""
-        k = route.experts.shape[-1]
-        order = route.experts.flatten().argsort(stable=True)
-        sizes = route.experts.flatten().bincount(minlength=len(self.w1)).tolist()
-        tokens, weights = order // k, route.weights.flatten()[order].unsqueeze(-1)
+        chosen = route.experts.flatten()
+        order = chosen.argsort(stable=True)
+        tokens, weights = order // route.experts.shape[-1], route.weights.flatten()[order].unsqueeze(-1)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, (rows, weight) in enumerate(zip(tokens.split(sizes), weights.split(sizes), strict=True)):
-            if len(rows):
-                inputs = x[rows]
-                hidden = clamped_swiglu(inputs @ self.w1[expert].T, inputs @ self.w3[expert].T, self.limit)
-                out.index_add_(0, rows, (hidden @ self.w2[expert].T).float() * weight)
+        start = 0
+        for expert, size in enumerate(chosen.bincount(minlength=len(self.w1)).tolist()):
+            if size:
+                rows = tokens[start : start + size]
+                inputs = x.index_select(0, rows)
+                hidden = clamped_swiglu(linear(inputs, self.w1[expert]), linear(inputs, self.w3[expert]), self.limit)
+                out.index_add_(0, rows, linear(hidden, self.w2[expert]).float() * weights[start : start + size])
+                start += size
         return out
 
 

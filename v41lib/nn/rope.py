@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ class Rotation(NamedTuple):
     sin: Float[Tensor, "... pairs"]
 
 
+@cache
 def frequencies(
     width: int, theta: float, yarn: YarnScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
