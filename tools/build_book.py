@@ -122,7 +122,11 @@ def build(root: Path, profile: runner.Profile) -> Path:
     print("building the pages", flush=True)
     command = [sys.executable, "-c", JUPYTER_BOOK, "build", str(site), "--config", str(config)]
     command += ["--path-output", str(pages), "-n", "-W", "--keep-going", "-q"]
-    made = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # Sphinx loads tools.*
+    environment = {**os.environ, "PYTHONPATH": paths}
+    made = subprocess.run(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     if made.returncode != 0:
         raise runner.RunError(f"the pages did not build without warnings:\n{runner.plain(made.stdout)}")
 

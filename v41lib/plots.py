@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -190,4 +192,59 @@ def stored_and_touched(parts: pd.DataFrame) -> Figure:
     ax.set_xlabel("parameters")
     ax.set_title("Where are the parameters, and which does one token touch?")
     ax.legend(loc="lower right")
+    return fig
+
+
+NARROW = 4.8  # inches; panels one above the other, which a phone can show without shrinking their text
+
+
+def keys_and_time(keys: pd.DataFrame, times: pd.DataFrame) -> Figure:
+    """How many keys does a layer score, how long does a query take? ``keys``: a column a kind of layer, capped last."""
+    use_style()
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(NARROW, 5.4), sharex=True)
+    styles = zip(keys.columns, (ORANGE, BLUE, RED), ("s", "o", "D"), strict=True)
+    for name, colour, mark in styles:
+        top.plot(keys.index, keys[name], color=colour, marker=mark, markersize=4, label=name)
+    top.set(ylabel="keys scored by one layer")
+    top.set_title("How many keys does a layer score?")
+    for name, colour, mark in (("full scan", BLUE, "o"), ("capped", RED, "D")):
+        bottom.plot(times.index, times[name], color=colour, marker=mark, markersize=4, label=name)
+    bottom.set(ylabel="milliseconds a query", xlabel="tokens of context")
+    bottom.set_title("How long does a query take?")
+    pool = int(keys.iloc[:, -1].max())
+    for ax in (top, bottom):
+        ax.axvline(pool, color=GREY, linewidth=1, linestyle=":", zorder=0)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.legend(loc="upper left", fontsize=8)
+    top.set_ylim(1e3, 6e6)
+    shown = [n for n in keys.index if np.log2(n) % 2 == 0]
+    bottom.set_xticks(shown, [f"{n // 1024}K" if n < 2**20 else f"{n // 2**20}M" for n in shown])
+    bottom.text(pool * 1.08, bottom.get_ylim()[0] * 1.15, "the pool is full", fontsize=8, color=BLACK)
+    return fig
+
+
+def decode_step(parts: pd.DataFrame) -> Figure:
+    """What does a decode step spend, and on what? One bar a (weighting, context), stacked by part."""
+    use_style()
+    fig, ax = plt.subplots(figsize=(NARROW, 3.5))
+    colours = (BLUE, SKY, GREEN, PURPLE, GREY, RED)
+    places = [0.0, 0.9, 2.1, 3.0]
+    columns: list[Any] = list(parts.columns)
+    totals: dict[str, float] = {}  # of each weighting's first bar
+    for place, (kind, context) in zip(places, columns, strict=True):
+        left = 0.0
+        for colour, value in zip(colours, parts[kind][context], strict=True):
+            ax.barh(place, value, left=left, color=colour, height=0.7)
+            left += value
+        first = totals.setdefault(kind, left)
+        more = f" ({left / first - 1:+.0%})" if left > first else ""
+        ax.text(left + 0.6, place, f"{left:.1f}{more}", va="center", fontsize=8)
+    ax.set_yticks(places, [f"{context}, {kind}" for kind, context in columns])
+    ax.invert_yaxis()
+    ax.set(xlabel="GFLOP a decode step", xlim=(0, 1.24 * parts.sum().max()))
+    ax.grid(False, axis="y")
+    ax.set_title("What does a decode step spend?")
+    handles = [Patch(color=colour, label=part) for colour, part in zip(colours, parts.index, strict=True)]
+    fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8, handlelength=1.1)
     return fig

@@ -205,3 +205,29 @@ def test_the_tools_start_without_the_library(tmp_path: Path) -> None:
     """The set-up runs before anything is installed: only the standard library, and isolated from ours."""
     command = [sys.executable, "-I", "-S", str(ROOT / "tools" / "bootstrap.py"), "--help"]
     assert "--tests" in subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_chapter_bears_the_number_of_its_file(tmp_path: Path) -> None:
+    """With chapters missing in between: in titles, in sections, in figures, in links, and in the contents."""
+    pages = {
+        "index": ".. toctree::\n   :numbered:\n\n   01_one\n   08_eight\n   notes\n",
+        "01_one": "One\n===\n\nSee :numref:`fig` and :doc:`08_eight`.\n",
+        "08_eight": "Eight\n=====\n\nPart\n----\n\n.. _fig:\n\n.. figure:: x.png\n\n   Caption\n",
+        "notes": "Notes\n=====\n",
+    }
+    for name, text in pages.items():
+        (tmp_path / f"{name}.rst").write_text(text, encoding="utf-8")
+    (tmp_path / "conf.py").write_text(
+        "extensions = ['tools.chapter_numbers', 'sphinx_multitoc_numbering']\nnumfig = True\n", encoding="utf-8"
+    )
+    (tmp_path / "x.png").write_bytes(b"")
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", str(tmp_path), str(tmp_path / "out")]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    html = {name: (tmp_path / "out" / f"{name}.html").read_text(encoding="utf-8") for name in pages}
+    number = '<span class="section-number">{}. </span>{}'
+    assert number.format("8", "Eight") in html["08_eight"]
+    assert number.format("8.1", "Part") in html["08_eight"]
+    assert "Fig. 8.1" in html["08_eight"] and "Fig. 8.1" in html["01_one"]
+    assert "8. Eight" in html["index"] and "8.1. Part" in html["index"] and "1. One" in html["index"]
+    assert number.format("3", "Notes") in html["notes"]  # no chapter: numbered by its place

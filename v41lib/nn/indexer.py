@@ -104,6 +104,22 @@ def _take(rows: Tensor, places: Int[Tensor, "B S K"]) -> Tensor:
     return torch.stack(taken).unflatten(1, places.shape[1:])
 
 
+def score_in_pieces(
+    queries: Float[Tensor, "B S H D"],
+    weights: Float[Tensor, "B S H"],
+    keys: Float[Tensor, "B T D"] | Packed,
+    piece: int,
+) -> Float[Tensor, "B S T"]:
+    """:func:`score`, with ``piece`` keys unpacked at a time: at a million packed keys, megabytes instead of a gigabyte.
+
+    Raises ``ValueError`` for a piece below 1.
+    """
+    if piece < 1:
+        raise ValueError(f"piece = {piece}: must be at least 1 key")
+    starts = range(0, max(keys.shape[1], 1), piece)
+    return torch.cat([score(queries, weights, values(keys[:, start : start + piece])) for start in starts], dim=-1)
+
+
 def select_everywhere(
     queries: Float[Tensor, "B S H D"],
     weights: Float[Tensor, "B S H"],
