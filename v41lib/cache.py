@@ -172,7 +172,7 @@ class Lane:
             for plan in self.plans
             if plan.owns_kv
         }
-        self.tokens = torch.zeros(batch, 0, dtype=torch.int64, device=like.device)
+        self._tokens = torch.zeros(batch, 0, dtype=torch.int64, device=like.device)
         self._written = 0  # the first position that no ring has ever held
         self._rewinds: list[int] = []  # lengths that restore() came back to, in order
 
@@ -191,9 +191,19 @@ class Lane:
 
     def advance(self, ids: Int[Tensor, "B n"]) -> None:
         """Count ``ids`` as fed, after every layer has stored their rows."""
-        self.tokens = torch.cat((self.tokens[:, : self.length], ids), dim=1)
-        self.length += ids.shape[1]
+        needed = self.length + ids.shape[1]
+        if needed > self._tokens.shape[1]:
+            longer = self._tokens.new_zeros(len(self.rows), max(2 * self._tokens.shape[1], needed, 16))
+            longer[:, : self.length] = self.tokens
+            self._tokens = longer
+        self._tokens[:, self.length : needed] = ids
+        self.length = needed
         self._written = max(self._written, self.length)
+
+    @property
+    def tokens(self) -> Int[Tensor, "B S"]:
+        """The tokens fed so far."""
+        return self._tokens[:, : self.length]
 
     def mark(self) -> Mark:
         """A point to :meth:`restore` later; it costs a few rows, not a copy."""

@@ -127,6 +127,43 @@ def diff(context: click.Context, a: Path, b: Path, atol: float | None, everythin
 
 
 @main.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--config", "name", default="bench", show_default=True, help="A preset.")
+@click.option("--lengths", type=(int, int, int), default=(1024, 4096, 8192), show_default=True, help="Prompts.")
+@click.option("--repeats", type=int, default=3, show_default=True)
+@click.option("--alone", is_flag=True, help="Without mlx-lm beside, which takes minutes.")
+@click.option("-o", "output", type=click.Path(path_type=Path, dir_okay=False), help="Keep the result (.json).")
+@click.option("--accept", is_flag=True, help="Keep it as data/results/bench.json and in README.md, in a checkout.")
+def bench(
+    device: str, name: str, lengths: tuple[int, int, int], repeats: int, alone: bool, output: Path, accept: bool
+) -> None:
+    """Measure prefill, replay, decode and the indexer beside plain products on this machine, and beside mlx-lm.
+
+    The exit status is 1 when a bar is not met.
+    """
+    from v41lib import bench as benchmark
+    from v41lib.resources import data_path
+
+    readme = data_path().parent / "README.md"
+    try:
+        if accept and not readme.is_file():
+            raise ValueError("--accept writes data/results/bench.json and README.md: there is no checkout here")
+        settings = benchmark.Settings(name, lengths, repeats, device=device, other=not alone)
+        result = benchmark.run(settings, lambda text: click.echo(f"... {text}", err=True))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    block = benchmark.markdown(result)
+    click.echo(block)
+    if output:
+        result.save(output)
+    if accept:
+        result.save(data_path() / "results" / "bench.json")
+        readme.write_text(benchmark.with_block(readme.read_text(), block))
+    if not all(benchmark.Bar(**bar).met for bar in result.bars):
+        raise click.exceptions.Exit(1)
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Everything, with records, as JSON.")
 @click.option("--verdict", help="Only claims with this verdict.")
 def claims(as_json: bool, verdict: str | None) -> None:

@@ -23,6 +23,10 @@ Mode = Literal["exact", "replay"]
 Windows = Literal["kept", "replay", "exact"]
 Lengths = Int[Tensor, " B"] | Sequence[int]
 
+# Rows of a prompt that run together unless a caller says otherwise: enough to fill every expert, few enough that the
+# streams between layers stay near a cache.
+CHUNK = 2048
+
 
 class EngineError(ValueError):
     """A request that an engine cannot serve; the message says why and what it could serve instead."""
@@ -81,7 +85,7 @@ class Prefill:
     """
 
     mode: Mode
-    chunk: int | None
+    chunk: int
     first: int
     kept: int
 
@@ -109,7 +113,7 @@ class Engine:
         lengths: Lengths | None = None,
         record: Record | None = None,
     ) -> State:
-        """Run a prompt into a new cache, ``chunk`` tokens at a time; the state holds the last position's logits.
+        """Run a prompt into a new cache, ``chunk`` (2,048) tokens at a time; the state holds the last position's logits.
 
         ``lengths`` says how much of each row of ``ids`` is prompt; what follows is padding and never looked at. In
         ``replay`` mode, layers from ``replay_from`` (the first decoder layer) run on each sequence's last
@@ -270,7 +274,7 @@ class Engine:
         # The replay's first position. Rows that are all new and follow what the rings hold need no truncation.
         replayed = max(end - plan.kept, start) if replay else start
         tail, residual = Tail(end - replayed), None
-        for part in ids.split(plan.chunk or ids.shape[1], dim=1):
+        for part in ids.split(plan.chunk, dim=1):
             done = run_layers(model, model.begin(part), [lane], 0, plan.first if replay else layers, record=record)
             if replay:
                 if plan.first == model.cut:
@@ -338,7 +342,7 @@ class Engine:
         kept = model.config.text.sliding_window if replay_len is None else replay_len
         if kept < 1:
             raise EngineError(f"replay_len = {kept}: must be at least 1")
-        return Prefill(mode, chunk, first, kept)
+        return Prefill(mode, CHUNK if chunk is None else chunk, first, kept)
 
     def _checked(self, ids: Tensor, lengths: Lengths | None) -> tuple[Tensor, list[int]]:
         """``ids`` without their padding's values, on the model's device, and each row's length."""

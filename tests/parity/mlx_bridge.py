@@ -5,10 +5,8 @@ mlx-lm does not round the inputs of linear layers to FP8, so there is nothing of
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 import v41lib
+from v41lib import bench
 
 _MISSING = "mlx does not import on this platform (where it can be installed: pip install -r requirements-parity.txt)"
 mx = pytest.importorskip("mlx.core", reason=_MISSING, exc_type=ImportError)
@@ -52,17 +51,8 @@ def to_torch(x: mx.array) -> Tensor:
 
 
 def mlx_model(model: v41lib.Model) -> other.Model:
-    """mlx-lm's model with this model's weights, by way of a checkpoint on disk.
-
-    Raises ``ValueError`` when mlx-lm misses a tensor or finds one too many.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        v41lib.save(model, folder)
-        config = v41lib.Config.from_file(Path(folder) / "config.json").to_dict()
-        mirror = other.Model(other.ModelArgs.from_dict(config))
-        weights = mirror.sanitize(mx.load(str(Path(folder) / "model.safetensors")))
-        mirror.load_weights(list(weights.items()), strict=True)
-        mx.eval(mirror.parameters())  # mlx reads lazily: everything must be read before the folder goes
+    """mlx-lm's model with this model's weights, all of them FP32."""
+    mirror = bench.mlx_model(model)
     narrow = [name for name, value in tree_flatten(mirror.parameters()) if value.dtype != mx.float32]
     assert not narrow, f"not FP32: {narrow}"
     return mirror

@@ -1,0 +1,311 @@
+"""Chapter 05: the cut between encoder and decoder, what stopping there saves, and what a stored prefix weighs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from functools import cache, partial
+from statistics import median
+from typing import Any, ClassVar, Self
+
+import pandas as pd
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from v41lib.accounting import params as parameters
+from v41lib.accounting.flops import COMPONENTS, Flops, decode_flops, prefill_flops
+from v41lib.cache import Lane
+from v41lib.config import Config, preset, released
+from v41lib.engine import Engine
+from v41lib.experiments.base import BaseParams
+from v41lib.model import Encoded, Model
+from v41lib.nn.shared import Shared
+
+PROMPTS = tuple(4096 * 4**n for n in range(5))  # 4K to 1M
+SHORT = 4096
+# What grows with the tokens that are seen; all other components are weights times rows.
+SEEN = ("window", "selected", "index_scores", "index_sum")
+
+
+class Params(BaseParams):
+    """``tokens`` go through the split model; prompts of ``lengths`` (rising) are timed, ``repeats`` times each."""
+
+    tokens: int = Field(default=96, ge=2)
+    lengths: tuple[int, ...] = Field(default=(256, 1024, 2048), min_length=1)
+    repeats: int = Field(default=3, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    PROFILES: ClassVar[dict[str, dict[str, Any]]] = {
+        "full": {"lengths": (1024, 4096, 8192)},
+        "gpu": {"lengths": (1024, 8192, 65_536), "repeats": 5},
+    }
+
+    @model_validator(mode="after")
+    def _lengths_rise(self) -> Self:
+        if list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+            raise ValueError("lengths: must rise, from 1 on")
+        return self
+
+
+# --- the cut ----------------------------------------------------------------------------------------------------------
+
+
+def without(model: Model, *gone: nn.Module) -> Model:
+    """A copy of ``model`` in which every weight of some modules of it is NaN: whatever reads one is NaN too."""
+    names = {id(module): name for name, module in model.named_modules()}
+    half = copy.deepcopy(model)
+    with torch.no_grad():
+        for module in gone:
+            for weight in half.get_submodule(names[id(module)]).parameters():
+                weight.fill_(torch.nan)
+    return half
+
+
+def halves(model: Model) -> tuple[Model, Model]:
+    """Two copies: one without what only the decoder needs, one without what only the encoder needs.
+
+    The first layer of the decoder is divided: its compressor and its index keys belong to the encoder's side.
+    """
+    blocks, source = model.blocks, model.blocks[model.cut]
+    keys = (source.attn.compressor, source.attn.indexer.wk, source.attn.indexer.k_norm)
+    kept = {id(module) for part in (*keys, source.attn_norm) for module in part.modules()}
+    rest = [
+        module
+        for module in source.modules()
+        if id(module) not in kept and not list(module.children()) and list(module.parameters(recurse=False))
+    ]
+    encoder = without(model, *blocks[model.cut + 1 :], *rest, model.norm, model.head)
+    return encoder, without(model, model.embed, *blocks[: model.cut], *keys)
+
+
+def carry(encoded: Encoded) -> tuple[Encoded, int]:
+    """What crosses the cut, written to bytes and read back, and how many bytes: the residual and one global KV."""
+    wire = io.BytesIO()
+    torch.save((encoded.residual, encoded.shared.kv), wire)
+    size = wire.tell()
+    wire.seek(0)
+    residual, kv = torch.load(wire, weights_only=False)
+    return Encoded(residual, Shared(kv=kv)), size
+
+
+@cache
+@torch.no_grad()
+def split(params: Params) -> pd.DataFrame:
+    """The whole model beside its two halves on the released schedule, 40 layers, at small widths."""
+    config = preset("miniature")
+    model = Model(config, seed=params.seed, device=params.device)
+    ids = _ids(config, params.tokens, params.seed).to(model.device)
+    whole = model(ids)
+    encoder, decoder = halves(model)
+    encoded, size = carry(encoder.encode(ids))
+    apart = decoder.decode(encoded)
+    lone = [encoder(ids), decoder(ids)]
+    rows = {
+        "encoder, then decoder": [apart],
+        "the encoder's half alone": [lone[0]],
+        "the decoder's half alone": [lone[1]],
+    }
+    table = pd.DataFrame(
+        {
+            name: {
+                "logits that are numbers": float(out.isfinite().double().mean()),
+                "largest difference": float((out - whole).abs().max()),
+                "bit for bit": torch.equal(out, whole),
+            }
+            for name, (out,) in rows.items()
+        }
+    ).T.rename_axis("run")
+    return table.assign(crossed=[size, 0, 0])
+
+
+def _ids(config: Config, count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, config.text.vocab_size, (1, count), generator=generator)
+
+
+# --- what a window does to an early exit ------------------------------------------------------------------------------
+
+
+@cache
+@torch.no_grad()
+def last_row_alone(params: Params) -> pd.DataFrame:
+    """Replaying the decoder on the last token alone: how far its logits are from exact, by window.
+
+    A window of one token leaves a decoder of cross-attention only, as in YOCO; every larger one needs earlier rows.
+    """
+    config = preset("miniature")
+    rows = {}
+    for window in (1, 2, config.text.sliding_window):
+        text = config.text.replace(sliding_window=window)
+        model = Model(Config.from_dict(config.to_dict() | {"text_config": text.to_dict()}), seed=params.seed)
+        ids, engine = _ids(config, params.tokens, params.seed), Engine(model)
+        exact = engine.prefill(ids).logits
+        alone = engine.prefill(ids, mode="replay", replay_len=1).logits
+        rows[window] = {
+            "largest difference": float((exact - alone).abs().max()),
+            "rows needed for exactness": window + (len(model.layers) - model.cut - 1) * (window - 1),
+        }
+    return pd.DataFrame(rows).T.rename_axis("window").astype({"rows needed for exactness": int})
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+def by_length(prompts: tuple[int, ...] = PROMPTS) -> pd.DataFrame:
+    """Prefill of the released model: GFLOP a prompt token in both modes, and replay's share of exact."""
+    text = released().text
+    rows = {}
+    for prompt in prompts:
+        exact, replay = (prefill_flops(text, prompt, mode).total / prompt / 1e9 for mode in ("exact", "replay"))
+        rows[prompt] = {"exact": exact, "replay": replay, "share": replay / exact}
+    return pd.DataFrame(rows).T.rename_axis("prompt")
+
+
+def furthest_from_half(table: pd.DataFrame) -> float:
+    """The share of :func:`by_length` that lies furthest from one half."""
+    return max((float(share) for share in table["share"]), key=lambda share: abs(share - 0.5))
+
+
+def work(context: int = SHORT) -> pd.DataFrame:
+    """Half the FLOPs a token, in billions: that of the weights is a count of parameters; what is seen comes on top."""
+    text = released().text
+    active = parameters.active(text)
+    passes: dict[str, tuple[Flops, int]] = {
+        "prefill, stopping at the encoder": (prefill_flops(text, context, "replay"), context),
+        "prefill, all layers": (prefill_flops(text, context), context),
+        "decode": (decode_flops(text, context), 1),
+    }
+    rows = {}
+    for name, (flops, tokens) in passes.items():
+        parts = flops.by_component()
+        seen = sum(parts[component] for component in SEEN)
+        weights = sum(parts[component] for component in COMPONENTS if component not in SEEN)
+        rows[name] = {"weights": weights / 2e9 / tokens, "keys": seen / 2e9 / tokens}
+    table = pd.DataFrame(rows).T.rename_axis("a token of")
+    counted = [active.encoder, active.stacks, active.stacks + active.head]
+    return table.assign(**{"active parameters": [count / 1e9 for count in counted]})
+
+
+@cache
+@torch.no_grad()
+def timed(params: Params) -> pd.DataFrame:
+    """Tokens a second of both modes on the preset ``bench``, medians; the modes take turns."""
+    config = preset("bench")
+    model = Model(config, device=params.device)
+    engine, ids = Engine(model, packed=False), _ids(config, params.lengths[-1], params.seed).to(model.device)
+    engine.prefill(ids[:, :64])
+    spent: dict[tuple[int, str], list[float]] = {}
+    for _ in range(params.repeats):
+        for length in params.lengths:
+            for mode in ("exact", "replay"):
+                run = partial(engine.prefill, ids[:, :length], mode)
+                spent.setdefault((length, mode), []).append(_seconds(run, params.device))
+    rows = {}
+    for length in params.lengths:
+        exact, replay = (median(spent[length, mode]) for mode in ("exact", "replay"))
+        flops = [prefill_flops(config.text, length, mode).total for mode in ("exact", "replay")]
+        rows[length] = {
+            "exact": length / exact,
+            "replay": length / replay,
+            "share of the time": replay / exact,
+            "share of the FLOPs": flops[1] / flops[0],
+        }
+    return pd.DataFrame(rows).T.rename_axis("prompt")
+
+
+def _seconds(run: Any, device: str) -> float:
+    begun = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+# --- a stored prefix --------------------------------------------------------------------------------------------------
+
+
+@cache
+def window_bytes() -> int:
+    """Bytes of all window rings of the released model, off the storage of a real cache."""
+    lane = Lane(released().text, [0], torch.zeros(1), undo=0)
+    return sum(size for name, size in lane.nbytes().items() if name.startswith("window."))
+
+
+@cache
+def token_bytes(tokens: int = 64) -> float:
+    """Bytes of global KV a token, off the storage of a real cache of the released model."""
+    text = released().text
+    lane = Lane(text, [0], torch.zeros(1), undo=0)
+    for plan in lane.plans:
+        if plan.owns_kv:
+            source = lane.sources[plan.layer]
+            source.main.write(0, torch.ones(1, tokens // plan.ratio, text.head_dim))
+            source.keys.write(0, torch.ones(1, tokens // plan.ratio, text.index_head_dim))
+    return sum(size for name, size in lane.nbytes().items() if name.startswith(("main.", "keys."))) / tokens
+
+
+def stored(prefixes: tuple[int, ...] = (512, 2048, 8192, 131_072, 1_048_576)) -> pd.DataFrame:
+    """MB that a stored prefix takes with its windows and without them, and the windows' share."""
+    a_token, windows = token_bytes(), window_bytes()
+    rows = {
+        n: {
+            "global KV": n * a_token / 1e6,
+            "windows": windows / 1e6,
+            "with windows": (n * a_token + windows) / 1e6,
+            "share of windows": windows / (n * a_token + windows),
+        }
+        for n in prefixes
+    }
+    return pd.DataFrame(rows).T.rename_axis("prefix")
+
+
+# --- words and claims -------------------------------------------------------------------------------------------------
+
+
+def in_words(params: Params) -> dict[str, str]:
+    """The numbers that the prose quotes and that do not depend on the machine, as text."""
+    text, lengths = released().text, by_length()
+    window, streams = text.sliding_window, text.hc_mult
+    crossing = window * (streams * text.hidden_size * 2 + streams * 4)
+    shares = lengths["share"]
+    table, apart = work(), last_row_alone(params)
+    return {
+        "layers": str(text.num_hidden_layers),
+        "cut": str(text.kv_source_layer_ids[-1]),
+        "tokens": f"{params.tokens:,}",
+        "crossing_mb": f"{crossing / 1e6:.1f}",
+        "window": str(window),
+        "share_first": f"{shares.iloc[0]:.3f}",
+        "share_least": f"{shares.min():.3f}",
+        "share_last": f"{shares.iloc[-1]:.3f}",
+        "least_at": f"{PROMPTS[int(shares.argmin())] // 1024}K",
+        "encoder_weights": f"{table['weights'].iloc[0]:.2f}",
+        "exact_weights": f"{table['weights'].iloc[1]:.2f}",
+        "decode_weights": f"{table['weights'].iloc[2]:.2f}",
+        "decode_keys": f"{table['keys'].iloc[2]:.2f}",
+        "alone_one": f"{apart['largest difference'].iloc[0]:.1g}",
+        "alone_most": f"{apart['largest difference'].iloc[-1]:.2g}",
+        "window_mb": f"{window_bytes() / 1e6:.2f}",
+        "token_bytes": f"{token_bytes():,.0f}",
+        "even": f"{window_bytes() / token_bytes():,.0f}",
+    }
+
+
+def times_in_words(times: pd.DataFrame) -> dict[str, str]:
+    """The timings that the prose quotes, as text."""
+    last = times.iloc[-1]
+    return {
+        "timed_prompt": f"{times.index[-1]:,}",
+        "speedup": f"{1 / last['share of the time']:.2f}",
+        "expected": f"{1 / last['share of the FLOPs']:.2f}",
+    }
+
+
+def settled(params: Params) -> dict[str, Any]:
+    """The values of this chapter's claims."""
+    return {
+        "prefill-halved": furthest_from_half(by_length()),
+        "split-exact": bool(split(params)["bit for bit"].iloc[0]),
+    }
