@@ -245,7 +245,7 @@ class Lane:
         other = copy.copy(self)
         whole, other.rows = length is None, list(rows)
         other.length = other._written = self.length if length is None else length
-        other.tokens, other._rewinds, other.sources = self.tokens[places, : other.length], [], {}
+        other._tokens, other._rewinds, other.sources = self._tokens[places, : other.length], [], {}
         other.rings = [ring.taken(places) for ring in self.rings] if whole else []
         for layer, source in self.sources.items():
             opened, count = None, other.length // self.plans[layer].ratio

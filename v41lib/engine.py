@@ -113,7 +113,7 @@ class Engine:
         lengths: Lengths | None = None,
         record: Record | None = None,
     ) -> State:
-        """Run a prompt into a new cache, ``chunk`` (2,048) tokens at a time; the state holds the last position's logits.
+        """Run a prompt into a new cache, ``chunk`` (2,048) tokens at a time; the state holds the last logits.
 
         ``lengths`` says how much of each row of ``ids`` is prompt; what follows is padding and never looked at. In
         ``replay`` mode, layers from ``replay_from`` (the first decoder layer) run on each sequence's last
