@@ -2,12 +2,16 @@
 
 Every tensor has one owner: main KV and index keys their KV source, a window ring its layer, an open group the source
 that will close it. *Packed* storage holds the release's bytes; *plain* storage holds the same values, faster to read.
-Sequences of a batch have one length; an engine keeps one cache for each length.
+Sequences of one length share storage, a *lane*; a batch has one lane for each length in it, and no padding.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -19,9 +23,11 @@ from v41lib.nn.quant import FP4, FP8, MXFP4, Format, Packed, pack, round_trip, u
 from v41lib.nn.shared import GlobalKV
 from v41lib.plan import plan_layers
 
+_T = TypeVar("_T")
+
 
 class CacheError(RuntimeError):
-    """A state that is asked for and no longer there; the message says what has overwritten it."""
+    """A state that is asked for and not there; the message says what has overwritten or dropped it."""
 
 
 class Rows:
@@ -64,6 +70,14 @@ class Rows:
             return self._elements[:, : self.count]
         return Packed(self.fmt, self.width, self._elements[:, : self.count], self._scales[:, : self.count])
 
+    def taken(self, batch: list[int], count: int) -> Rows:
+        """A copy of the first ``count`` rows of some sequences."""
+        other = copy.copy(self)
+        other._batch, other.count = len(batch), count
+        other._elements = self._elements[batch, :count]
+        other._scales = self._scales[batch, :count] if self.packed else self._scales
+        return other
+
     def nbytes(self) -> int:
         """The bytes of the rows that are there, measured on the storage's own tensors."""
         used = [self._elements[:, : self.count], self._scales[:, : self.count]] if self.packed else [self.read()]
@@ -99,6 +113,12 @@ class Ring:
         rows = self._rows.read()[:, places]
         return unpack(rows, self._rows._like.dtype) if isinstance(rows, Packed) else rows
 
+    def taken(self, batch: list[int]) -> Ring:
+        """A copy for some of the sequences."""
+        other = copy.copy(self)
+        other._rows = self._rows.taken(batch, self.capacity)
+        return other
+
     def nbytes(self) -> int:
         """The bytes of the ring, full or not: it is allocated once."""
         return self._rows.nbytes()
@@ -116,10 +136,14 @@ class Source:
         """All rows written so far, for layers to read."""
         return GlobalKV(owner, ratio, self.main.read(), self.keys.read())
 
+    def compressed_to(self, ratio: int) -> int:
+        """The first position that is neither in a row nor in the open group."""
+        return self.main.count * ratio + (self.pending.values.shape[1] if self.pending else 0)
+
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A point to come back to: the length there, and the little that is overwritten in place."""
+class Mark:
+    """A point of a lane to come back to: the length there, and the little that is overwritten in place."""
 
     length: int
     pending: dict[int, OpenGroup | None]
@@ -127,13 +151,20 @@ class Snapshot:
     rewinds: int
 
 
-class Cache:
-    """The whole state of a batch of sequences of one length. ``undo`` positions can be taken back beyond the window."""
+Snapshot = tuple[Mark, ...]  # one a lane
 
-    def __init__(self, text: TextConfig, batch: int, like: Tensor, packed: bool = True, undo: int = 8) -> None:
-        self.text, self.batch, self.packed, self.length = text, batch, packed, 0
-        self.plans = plan_layers(text)
-        self.rings = [Ring(batch, text.head_dim, text.sliding_window, undo, packed, like) for _ in self.plans]
+
+class Lane:
+    """The state of the sequences of a batch that have one length: numbers ``rows`` of it, in this order.
+
+    ``undo`` positions can be taken back beyond the window. Without ``rings`` it is what a prefix cache keeps.
+    """
+
+    def __init__(self, text: TextConfig, rows: Sequence[int], like: Tensor, packed: bool = True, undo: int = 8) -> None:
+        self.text, self.rows, self.packed, self.undo, self.length = text, list(rows), packed, undo, 0
+        self.plans, self._like = plan_layers(text), like
+        batch = len(self.rows)
+        self.rings = self._new_rings(since=0)
         self.sources = {
             plan.layer: Source(
                 Rows(batch, text.head_dim, FP4, packed, like), Rows(batch, text.index_head_dim, MXFP4, packed, like)
@@ -145,42 +176,79 @@ class Cache:
         self._written = 0  # the first position that no ring has ever held
         self._rewinds: list[int] = []  # lengths that restore() came back to, in order
 
+    def __str__(self) -> str:
+        return f"sequence {self.rows[0]}" if len(self.rows) == 1 else f"sequences {', '.join(map(str, self.rows))}"
+
+    def _new_rings(self, since: int) -> list[Ring]:
+        text = self.text
+        rings = [
+            Ring(len(self.rows), text.head_dim, text.sliding_window, self.undo, self.packed, self._like)
+            for _ in self.plans
+        ]
+        for ring in rings:
+            ring.since = since
+        return rings
+
     def advance(self, ids: Int[Tensor, "B n"]) -> None:
         """Count ``ids`` as fed, after every layer has stored their rows."""
         self.tokens = torch.cat((self.tokens[:, : self.length], ids), dim=1)
         self.length += ids.shape[1]
         self._written = max(self._written, self.length)
 
-    def snapshot(self) -> Snapshot:
+    def mark(self) -> Mark:
         """A point to :meth:`restore` later; it costs a few rows, not a copy."""
         pending = {layer: source.pending for layer, source in self.sources.items()}
-        return Snapshot(self.length, pending, tuple(ring.since for ring in self.rings), len(self._rewinds))
+        return Mark(self.length, pending, tuple(ring.since for ring in self.rings), len(self._rewinds))
 
-    def restore(self, point: Snapshot) -> None:
-        """Go back to a snapshot, exactly. Raises ``CacheError`` when something it needs has been overwritten since."""
+    def check(self, point: Mark) -> None:
+        """Raise ``CacheError`` when something that :meth:`restore` needs has been overwritten since."""
+        gone = f"the state of length {point.length} ({self}) is gone"
         shorter = [length for length in self._rewinds[point.rewinds :] if length < point.length]
         if shorter:
-            raise CacheError(
-                f"the state of length {point.length} is gone: "
-                f"the cache went back to {min(shorter)} and took another way"
-            )
+            raise CacheError(f"{gone}: the cache went back to {min(shorter)} and took another way")
         for ring, since in zip(self.rings, point.since, strict=True):
             oldest = max(point.length - ring.window + 1, since, 0)
             if oldest < point.length and self._written > oldest + ring.capacity:
                 raise CacheError(
-                    f"the state of length {point.length} is gone: {self._written - point.length} tokens came after it, "
-                    f"and a window ring of {ring.capacity} rows keeps a window of {ring.window} for at most "
+                    f"{gone}: {self._written - point.length} tokens came after it, and a window ring of "
+                    f"{ring.capacity} rows keeps a window of {ring.window} for at most "
                     f"{ring.capacity - ring.window + 1} more"
                 )
+
+    def restore(self, point: Mark) -> None:
+        """Go back to a point, exactly; errors as :meth:`check` says."""
+        self.check(point)
         if point.length < self.length:
             self._rewinds.append(point.length)
         self.length = point.length
-        for plan in self.plans:
-            self.rings[plan.layer].since = point.since[plan.layer]
-            if plan.owns_kv:
-                source = self.sources[plan.layer]
-                source.pending = point.pending[plan.layer]
-                source.main.count = source.keys.count = point.length // plan.ratio
+        for ring, since in zip(self.rings, point.since, strict=True):
+            ring.since = since
+        for layer, source in self.sources.items():
+            source.pending = point.pending[layer]
+            source.main.count = source.keys.count = point.length // self.plans[layer].ratio
+
+    def taken(self, places: list[int], rows: list[int], length: int | None = None) -> Lane:
+        """A copy of the sequences at some of the lane's places, as numbers ``rows`` of a batch.
+
+        With a ``length``, a copy of that many tokens' global KV and ids alone: no windows, no open groups.
+        """
+        other = copy.copy(self)
+        whole, other.rows = length is None, list(rows)
+        other.length = other._written = self.length if length is None else length
+        other.tokens, other._rewinds, other.sources = self.tokens[places, : other.length], [], {}
+        other.rings = [ring.taken(places) for ring in self.rings] if whole else []
+        for layer, source in self.sources.items():
+            opened, count = None, other.length // self.plans[layer].ratio
+            if whole and source.pending is not None:
+                opened = OpenGroup(source.pending.values[places], source.pending.gates[places])
+            other.sources[layer] = Source(source.main.taken(places, count), source.keys.taken(places, count), opened)
+        return other
+
+    def rerun_from(self, position: int) -> None:
+        """Go back to ``position`` with new windows that begin there; the global KV written so far stays."""
+        self.rings, self.length, self._written = self._new_rings(since=position), position, position
+        for source in self.sources.values():
+            source.pending = None
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by owner, measured: ``main.L``, ``keys.L`` and ``open.L`` of sources, ``window.L`` of layers."""
@@ -192,6 +260,79 @@ class Cache:
                 sizes[f"open.{layer}"] = sum(part.numel() * part.element_size() for part in parts)
         return sizes | {f"window.{layer}": ring.nbytes() for layer, ring in enumerate(self.rings)}
 
+
+class Cache:
+    """The whole state of a batch: one lane for each length in it."""
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = tuple(lanes)
+
+    @property
+    def batch(self) -> int:
+        return sum(len(lane.rows) for lane in self.lanes)
+
+    @property
+    def text(self) -> TextConfig:
+        return self.lanes[0].text
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has been fed."""
+        return self.spread([lane.length for lane in self.lanes])
+
+    @property
+    def tokens(self) -> list[Int[Tensor, " S"]]:
+        """The tokens that each sequence has been fed."""
+        by_row = {row: ids for lane in self.lanes for row, ids in zip(lane.rows, lane.tokens, strict=True)}
+        return [by_row[row][:length] for row, length in enumerate(self.lengths)]
+
+    def snapshot(self) -> Snapshot:
+        """A point to :meth:`restore` later; it costs a few rows, not a copy."""
+        return tuple(lane.mark() for lane in self.lanes)
+
+    def restore(self, point: Snapshot) -> None:
+        """Go back to a snapshot, exactly. Raises ``CacheError``, and changes nothing, when a lane cannot."""
+        for lane, mark in zip(self.lanes, point, strict=True):
+            lane.check(mark)
+        for lane, mark in zip(self.lanes, point, strict=True):
+            lane.restore(mark)
+
+    def prefix(self, length: int | None = None) -> Cache:
+        """What a prefix cache keeps of the first ``length`` tokens (all): a copy of the global KV and the ids alone.
+
+        Windows and open groups are dropped; an engine's ``resume`` rebuilds them. Raises ``CacheError`` when a
+        sequence is shorter.
+        """
+        for lane in self.lanes:
+            if length is not None and not 1 <= length <= lane.length:
+                raise CacheError(f"length = {length}: {lane} of the cache has 1 to {lane.length} tokens")
+        return Cache([lane.taken(list(range(len(lane.rows))), lane.rows, length or lane.length) for lane in self.lanes])
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by owner over all sequences, as :meth:`Lane.nbytes` names them."""
+        total: Counter[str] = Counter()
+        for lane in self.lanes:
+            total.update(lane.nbytes())
+        return dict(total)
+
     def global_nbytes(self) -> int:
         """The bytes that grow with the context: main KV and index keys of all sources (SPEC 11)."""
         return sum(size for name, size in self.nbytes().items() if name.startswith(("main.", "keys.")))
+
+    # --- between the batch's order and the lanes' --------------------------------------------------------------------
+
+    def spread(self, values: Sequence[_T]) -> list[_T]:
+        """One value a lane as one value a sequence, in the batch's order."""
+        by_row = {row: value for lane, value in zip(self.lanes, values, strict=True) for row in lane.rows}
+        return [by_row[row] for row in range(self.batch)]
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """``[B, ...]`` in the batch's order as one tensor a lane."""
+        return [rows[lane.rows] for lane in self.lanes]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor a lane as ``[B, ...]`` in the batch's order."""
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.tensor([row for lane in self.lanes for row in lane.rows])
+        return torch.cat(list(parts))[order.argsort().to(parts[0].device)]

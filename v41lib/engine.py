@@ -1,4 +1,4 @@
-"""Running the model as it is served: prefill, in chunks, exact or with bounded replay; decode; generate.
+"""Running the model as it is served: prefill, in chunks, exact or with bounded replay; decode; resume; generate.
 
 Exact prefill and decode equal the full forward pass. Replay runs the encoder on every token and the decoder on the last
 ones only (SPEC 6): the global KV stays exact, the decoder's windows and the last logits become approximate.
@@ -6,7 +6,7 @@ ones only (SPEC 6): the global KV stays exact, the decoder's windows and the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -14,12 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from v41lib.cache import Cache, Snapshot
-from v41lib.model import Attend, Block, Encoded, Model, Residual
-from v41lib.nn.compressor import pad_entries
-from v41lib.nn.shared import Candidates, Selection, Shared
+from v41lib.cache import Cache, Lane, Snapshot
+from v41lib.model import Model
+from v41lib.nn.attention import Record
+from v41lib.passes import Tail, publish, rows_of, run_layers
 
 Mode = Literal["exact", "replay"]
+Windows = Literal["kept", "replay", "exact"]
+Lengths = Int[Tensor, " B"] | Sequence[int]
 
 
 class EngineError(ValueError):
@@ -28,41 +30,73 @@ class EngineError(ValueError):
 
 @dataclass(frozen=True)
 class State:
-    """Where a batch stands: the cache, the point in it, and the logits of the rows just run ``[B, m, V]``.
+    """Where a batch stands: the cache, the point in it, and the logits of each sequence's rows just run ``[B, m, V]``.
 
-    A state stays usable after others were made from it, as long as the cache can go back to its point. ``skipped`` are
-    the prompt positions that replay did not run through the decoder: they have no logits.
+    A state stays usable after others were made from it, as long as the cache can go back to its point. ``lengths`` says
+    how many tokens each sequence was fed, ``skipped`` which of its prompt positions replay did not run through the
+    decoder: they have no logits.
     """
 
     cache: Cache
     point: Snapshot
     logits: Float[Tensor, "B m V"]
-    skipped: range
+    lengths: tuple[int, ...]
+    skipped: tuple[range, ...]
     model: Model
 
     @property
     def length(self) -> int:
-        """How many tokens were fed."""
-        return self.point.length
+        """How many tokens each sequence was fed. Raises ``EngineError`` when that differs between them."""
+        if len(set(self.lengths)) > 1:
+            raise EngineError(f"the sequences have {list(self.lengths)} tokens: read lengths")
+        return self.lengths[0]
 
-    def log_probs(self, position: int) -> Float[Tensor, "B V"]:
-        """Log-probabilities of what follows ``position``. Raises ``EngineError`` where there are none."""
-        first = self.length - self.logits.shape[1]
-        if position in self.skipped:
-            raise EngineError(
-                f"position {position} has no logits: replay skipped {self.skipped.start} to {self.skipped.stop - 1} "
-                "in the decoder; prefill with mode='exact' to have them"
-            )
-        if not first <= position < self.length:
-            raise EngineError(f"position {position} has no logits here: this state holds {first} to {self.length - 1}")
-        return self.logits[:, position - first].log_softmax(-1)
+    def log_probs(self, position: int | Sequence[int]) -> Float[Tensor, "B V"]:
+        """Log-probabilities of what follows ``position``, one for all or one for each sequence.
+
+        Raises ``EngineError`` where there are none.
+        """
+        rows, positions = [], [position] * len(self.lengths) if isinstance(position, int) else list(position)
+        if len(positions) != len(self.lengths):
+            raise EngineError(f"{len(positions)} positions: the state holds a batch of {len(self.lengths)}")
+        for row, (at, length, skipped) in enumerate(zip(positions, self.lengths, self.skipped, strict=True)):
+            first = length - self.logits.shape[1]
+            if at in skipped:
+                raise EngineError(
+                    f"position {at} of sequence {row} has no logits: replay skipped {skipped.start} to "
+                    f"{skipped.stop - 1} in the decoder; run with mode='exact' to have them"
+                )
+            if not first <= at < length:
+                raise EngineError(
+                    f"position {at} of sequence {row} has no logits here: this state holds {first} to {length - 1}"
+                )
+            rows.append(self.logits[row, at - first])
+        return torch.stack(rows).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How a prompt is run: ``chunk`` tokens at a time, through all layers or, in a replay, through those before
+    ``first`` and then through the others on the last ``kept`` tokens.
+    """
+
+    mode: Mode
+    chunk: int | None
+    first: int
+    kept: int
 
 
 class Engine:
-    """Serves one model. ``packed`` caches hold the release's bytes; plain ones the same values, faster to read."""
+    """Serves one model. ``packed`` caches hold the release's bytes; plain ones the same values, faster to read.
 
-    def __init__(self, model: Model, packed: bool = True, undo: int = 8) -> None:
-        self.model, self.packed, self.undo = model, packed, undo
+    ``stale_keys`` reproduces one published reference, a deviation from the model: in a decode step of one token, a KV
+    source whose group stays open, and the layers that select from its KV, score the keys that were published last,
+    which are the last KV source's as they stood after the step before. Entries are still numbered and limited by the
+    source's own ratio, and a step that has nothing to choose is unaffected (CASES 1).
+    """
+
+    def __init__(self, model: Model, packed: bool = True, undo: int = 8, stale_keys: bool = False) -> None:
+        self.model, self.packed, self.undo, self.stale_keys = model, packed, undo, stale_keys
 
     @torch.no_grad()
     def prefill(
@@ -72,94 +106,113 @@ class Engine:
         chunk: int | None = None,
         replay_from: int | None = None,
         replay_len: int | None = None,
+        lengths: Lengths | None = None,
+        record: Record | None = None,
     ) -> State:
         """Run a prompt into a new cache, ``chunk`` tokens at a time; the state holds the last position's logits.
 
-        In ``replay`` mode, layers from ``replay_from`` (the first decoder layer) run on the last ``replay_len`` (W)
-        tokens only, decided by absolute position, so the result does not depend on ``chunk``. Raises ``EngineError`` or
-        ``ValueError`` naming an argument that is out of range.
+        ``lengths`` says how much of each row of ``ids`` is prompt; what follows is padding and never looked at. In
+        ``replay`` mode, layers from ``replay_from`` (the first decoder layer) run on each sequence's last
+        ``replay_len`` (W) tokens only, decided by absolute position, so the result does not depend on ``chunk``.
+        ``record`` gets what ``Model.trace`` names, once a chunk; sequences must have one length then. Raises
+        ``EngineError`` or ``ValueError`` naming an argument that is out of range.
         """
-        ids = self.model.checked(ids)
-        cache = Cache(self.model.config.text, ids.shape[0], self.model.embed.weight, self.packed, self.undo)
-        return self.extend(cache, ids, mode, chunk, replay_from, replay_len)
+        plan = self._plan(mode, chunk, replay_from, replay_len)
+        ids, each = self._checked(ids, lengths)
+        text, like = self.model.config.text, self.model.embed.weight
+        lanes = [
+            Lane(text, [row for row, own in enumerate(each) if own == length], like, self.packed, self.undo)
+            for length in sorted(set(each))
+        ]
+        prompts = [ids[lane.rows, :length] for lane, length in zip(lanes, sorted(set(each)), strict=True)]
+        return self._prefilled(lanes, prompts, plan, record)
 
     @torch.no_grad()
-    def decode(self, state: State, ids: Int[Tensor, "B n"]) -> State:
+    def decode(self, state: State, ids: Int[Tensor, "B n"], record: Record | None = None) -> State:
         """Feed ``ids`` after ``state``; the new state holds the logits of all n. The old one stays usable.
 
-        Raises ``EngineError`` for a state of another model or a batch of another size, ``CacheError`` when the cache
-        cannot go back to the state.
+        ``record`` as in :meth:`prefill`. Raises ``EngineError`` for a state of another model or a batch of another
+        size, ``CacheError`` when the cache cannot go back to the state.
         """
-        if state.model is not self.model:
+        model, cache = self.model, state.cache
+        if state.model is not model:
             raise EngineError("this state was made by another model: its cache means nothing here")
-        ids = self.model.checked(ids)
-        if ids.shape[0] != state.cache.batch:
-            raise EngineError(f"ids is {list(ids.shape)}: the state holds a batch of {state.cache.batch}")
-        state.cache.restore(state.point)
-        self._fits(state.cache, ids)
-        residual = self._layers(self._begin(ids), 0, len(self.model.layers), state.cache).residual
-        state.cache.advance(ids)
-        return self._state(state.cache, self.model.logits(residual), state.skipped)
+        ids = model.checked(ids)
+        if ids.shape[0] != cache.batch:
+            raise EngineError(f"ids is {list(ids.shape)}: the state holds a batch of {cache.batch}")
+        for lane, mark in zip(cache.lanes, state.point, strict=True):
+            self._fits(lane, mark.length, ids.shape[1])
+        self._recordable(cache.lanes, record)
+        cache.restore(state.point)
+        parts, n = cache.split(ids), ids.shape[1]
+        rows = ids if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).unsqueeze(0)
+        stale = self.stale_keys and n == 1
+        done = run_layers(model, model.begin(rows), cache.lanes, 0, len(model.layers), stale, record)
+        for lane, part in zip(cache.lanes, parts, strict=True):
+            lane.advance(part)
+        logits = model.logits(done.residual).flatten(0, 1).split([part.numel() for part in parts])
+        joined = cache.join([part.unflatten(0, (-1, n)) for part in logits])
+        return State(cache, cache.snapshot(), joined, tuple(cache.lengths), state.skipped, model)
 
     @torch.no_grad()
-    def extend(
+    def resume(
         self,
         cache: Cache,
         ids: Int[Tensor, "B S"],
+        windows: Windows = "kept",
         mode: Mode = "exact",
         chunk: int | None = None,
         replay_from: int | None = None,
         replay_len: int | None = None,
+        rerun_len: int | None = None,
+        lengths: Lengths | None = None,
     ) -> State:
-        """Run a prompt behind what a cache holds. Arguments and errors as in :meth:`prefill`."""
-        model, length = self.model, ids.shape[1]
-        self._fits(cache, ids)
-        if mode not in get_args(Mode):
-            raise EngineError(f"mode = {mode!r}: must be one of {', '.join(get_args(Mode))}")
-        if chunk is not None and chunk < 1:
-            raise EngineError(f"chunk = {chunk}: must be at least 1")
-        if mode == "exact" and (replay_from, replay_len) != (None, None):
-            raise EngineError("replay_from and replay_len mean something in mode='replay' only")
-        first = model.cut if replay_from is None else replay_from
-        if not model.cut <= first < len(model.layers) and mode == "replay":
+        """Run ``ids`` behind the prefix of H tokens that ``cache`` holds, in a copy: the prefix may be hit again.
+
+        Rows of global KV are reused and never written again. ``windows`` says where the window KV comes from:
+
+        - ``kept``: it is in the cache.
+        - ``replay`` (SPEC 6, encoder bounded replay): the last ``rerun_len`` (W) prefix tokens are run again, seeing no
+          window key before the first of them; they also rebuild the groups that are open at H, for which the re-run
+          begins earlier if it must. The result depends on H. A re-run that reaches position 0 is a cold run.
+        - ``exact``: as many prefix tokens are run again as make the result that of a cold run.
+
+        A cold run computes everything anew and is :meth:`prefill` of prefix and ``ids``. The other arguments are those
+        of :meth:`prefill`: in ``replay`` mode only layers before ``replay_from`` run again, and the decoder's replay
+        takes the last ``replay_len`` tokens of prefix and ``ids``. Raises ``EngineError`` or ``ValueError`` for
+        arguments out of range, and for windows that are not there.
+        """
+        plan = self._plan(mode, chunk, replay_from, replay_len)
+        ids, each = self._checked(ids, lengths)
+        if windows not in get_args(Windows):
+            raise EngineError(f"windows = {windows!r}: must be one of {', '.join(get_args(Windows))}")
+        if rerun_len is not None and (windows != "replay" or rerun_len < 1):
+            raise EngineError(f"rerun_len = {rerun_len}: must be at least 1, and means something in windows='replay'")
+        if cache.text != self.model.config.text:
+            raise EngineError("this cache was made by a model of another configuration: it means nothing here")
+        if ids.shape[0] != cache.batch:
+            raise EngineError(f"ids is {list(ids.shape)}: the cache holds a batch of {cache.batch}")
+        if windows == "kept" and not all(lane.rings for lane in cache.lanes):
             raise EngineError(
-                f"replay_from = {first}: must be {model.cut} to {len(model.layers) - 1}, at or after the last KV source"
+                "windows = 'kept': this cache keeps none; use 'replay' to rebuild them approximately or 'exact' exactly"
             )
-        kept = model.config.text.sliding_window if replay_len is None else replay_len
-        if kept < 1:
-            raise EngineError(f"replay_len = {kept}: must be at least 1")
-
-        start, end = cache.length, cache.length + length
-        # The replay's first position. Rows that are all new and follow what the rings hold need no truncation.
-        replayed = max(end - kept, start) if mode == "replay" else start
-        tail = _Tail(end - replayed)
-        last = first if mode == "replay" else len(model.layers)
-        logits = None
-        for part in ids.split(chunk or length, dim=1):
-            done = self._layers(self._begin(part), 0, last, cache)
-            if mode == "replay":
-                if first == model.cut:
-                    block = model.blocks[first]
-                    shared = self._publish(block, block.attention_input(done.residual), done.shared, cache)
-                    done = replace(done, shared=shared)
-                tail.add(done, cache, model)
-            else:
-                logits = model.logits(_rows(done.residual, slice(-1, None)))
-            cache.advance(part)
-        if mode == "replay":
-            logits = self._replay(tail, first, replayed, start, cache)
-        assert logits is not None  # there is at least one chunk
-        return self._state(cache, logits, range(start, replayed))
-
-    def _replay(self, tail: _Tail, first: int, replayed: int, start: int, cache: Cache) -> Tensor:
-        if replayed > start:
-            for ring in cache.rings[first:]:
-                ring.since = replayed
-        end = cache.length
-        cache.length = replayed  # the layers' rows begin here
-        residual = self._layers(tail.state(cache, self.model), first, len(self.model.layers), cache).residual
-        cache.length = end
-        return self.model.logits(_rows(residual, slice(-1, None)))
+        lanes, prompts = [], []
+        for lane in cache.lanes:
+            for length in sorted({each[row] for row in lane.rows}):
+                self._fits(lane, lane.length, length)
+                places = [place for place, row in enumerate(lane.rows) if each[row] == length]
+                rows = [lane.rows[place] for place in places]
+                begin = lane.length
+                if windows == "replay":
+                    begin = self._again_from(lane, length, plan, rerun_len)
+                elif windows == "exact":
+                    begin = self._exact_from(lane, length, plan)
+                own = lane.taken(places, rows, None if windows == "kept" else lane.length if begin else 0)
+                if windows != "kept":
+                    own.rerun_from(begin)
+                lanes.append(own)
+                prompts.append(torch.cat((lane.tokens[places, begin : lane.length], ids[rows, :length]), dim=1))
+        return self._prefilled(lanes, prompts, plan)
 
     @torch.no_grad()
     def generate(
@@ -170,17 +223,21 @@ class Engine:
         top_p: float = 1.0,
         seed: int | None = None,
         mode: Mode = "exact",
+        lengths: Lengths | None = None,
     ) -> Iterator[Int[Tensor, " B"]]:
         """Stream new tokens after a prompt or a state, one a step for each sequence; greedy at temperature 0.
 
         With a temperature, tokens are drawn from the smallest set whose probability reaches ``top_p``; ``seed`` makes
-        the draw repeatable. Raises ``EngineError`` at once for arguments out of range.
+        the draw repeatable. ``mode`` and ``lengths`` are for a prompt, as in :meth:`prefill`. Raises ``EngineError`` at
+        once for arguments out of range.
         """
         if max_new_tokens < 0:
             raise EngineError(f"max_new_tokens = {max_new_tokens}: must not be negative")
         if temperature < 0 or not 0 < top_p <= 1:
             raise EngineError(f"temperature = {temperature}, top_p = {top_p}: must be >= 0, and in (0, 1]")
-        state = ids if isinstance(ids, State) else self.prefill(ids, mode)
+        if isinstance(ids, State) and lengths is not None:
+            raise EngineError("lengths are those of a prompt: a state knows its own")
+        state = ids if isinstance(ids, State) else self.prefill(ids, mode, lengths=lengths)
         return self._stream(state, max_new_tokens, temperature, top_p, seed)
 
     def _stream(self, state: State, count: int, temperature: float, top_p: float, seed: int | None) -> Iterator[Tensor]:
@@ -195,115 +252,117 @@ class Engine:
             if step + 1 < count:
                 state = self.decode(state, token.unsqueeze(1))
 
-    # --- one pass through some layers --------------------------------------------------------------------------------
+    # --- a prompt, lane by lane --------------------------------------------------------------------------------------
 
-    def _begin(self, ids: Tensor) -> Encoded:
-        return self.model.begin(ids)
+    def _prefilled(
+        self, lanes: list[Lane], prompts: list[Tensor], plan: Prefill, record: Record | None = None
+    ) -> State:
+        self._recordable(lanes, record)
+        runs = [self._run(lane, ids, plan, record) for lane, ids in zip(lanes, prompts, strict=True)]
+        cache = Cache(lanes)
+        logits, skipped = cache.join([run[0] for run in runs]), cache.spread([run[1] for run in runs])
+        return State(cache, cache.snapshot(), logits, tuple(cache.lengths), tuple(skipped), self.model)
 
-    def _layers(self, state: Encoded, first: int, last: int, cache: Cache) -> Encoded:
-        """Layers ``first`` to ``last - 1`` on rows that begin at the cache's length."""
-        residual, shared = state.residual, state.shared
-        for block in self.model.blocks[first:last]:
-            residual, shared = block(residual, shared, state.is_image, None, self._attention(block, cache))
-        return Encoded(residual, shared, state.is_image)
+    def _run(self, lane: Lane, ids: Tensor, plan: Prefill, record: Record | None) -> tuple[Tensor, range]:
+        """Run ``ids`` behind what a lane holds: the last position's logits, and the positions that replay skipped."""
+        model, start, end = self.model, lane.length, lane.length + ids.shape[1]
+        replay, layers = plan.mode == "replay", len(model.layers)
+        # The replay's first position. Rows that are all new and follow what the rings hold need no truncation.
+        replayed = max(end - plan.kept, start) if replay else start
+        tail, residual = Tail(end - replayed), None
+        for part in ids.split(plan.chunk or ids.shape[1], dim=1):
+            done = run_layers(model, model.begin(part), [lane], 0, plan.first if replay else layers, record=record)
+            if replay:
+                if plan.first == model.cut:
+                    block = model.blocks[plan.first]
+                    shared = publish(block, block.attention_input(done.residual), done.shared, lane)
+                    done = replace(done, shared=shared)
+                tail.add(done, lane, model)
+            residual = done.residual
+            lane.advance(part)
+        if replay:
+            if replayed > start:
+                for ring in lane.rings[plan.first :]:
+                    ring.since = replayed
+            lane.length = replayed  # the layers' rows begin here
+            residual = run_layers(model, tail.state(lane, model), [lane], plan.first, layers, record=record).residual
+            lane.length = end
+        assert residual is not None  # there is at least one chunk
+        return model.logits(rows_of(residual, slice(-1, None))), range(start, replayed)
 
-    def _attention(self, block: Block, cache: Cache) -> Attend:
-        """Attention of one layer that reads the cache before its rows and leaves them in it."""
-        attn, start, ring = block.attn, cache.length, cache.rings[block.plan.layer]
+    def _again_from(self, lane: Lane, more: int, plan: Prefill, count: int | None) -> int:
+        """Where a re-run of ``count`` prefix tokens begins; 0 is a cold run."""
+        length = lane.length
+        begin = length - (self.model.config.text.sliding_window if count is None else count)
+        opened = [length // p.ratio * p.ratio for p in self.model.plans if p.owns_kv]
+        begin = max(min([begin, *opened]), 0)
+        if begin and plan.mode == "replay" and length + more - plan.kept < begin:
+            raise EngineError(
+                f"replay_len = {plan.kept}: {more} new tokens and the {length - begin} that run again are fewer; use a "
+                "larger rerun_len or windows='exact'"
+            )
+        return begin
 
-        def attend(x: Tensor, shared: Shared) -> tuple[Tensor, Shared]:
-            if block.plan.owns_kv and (shared.kv is None or shared.kv.owner != block.plan.layer):
-                shared = self._publish(block, x, shared, cache)
-            window = attn.window_kv(x, torch.arange(start, start + x.shape[1], device=x.device))
-            keys = torch.cat((ring.before(start), window), dim=1)
-            out, shared = attn.attend_rows(x, start, keys, shared)
-            ring.write(start, window)
-            return out, shared
+    def _exact_from(self, lane: Lane, more: int, plan: Prefill) -> int:
+        """The last position from which a re-run gives every later query all that a cold run would; 0 is a cold run.
 
-        return attend
+        A layer's input at a position is exact if the re-run begins W - 1 positions earlier for each layer before it.
+        """
+        length, replay = lane.length, plan.mode == "replay"
+        reach, layers = self.model.config.text.sliding_window - 1, plan.first if replay else len(self.model.layers)
+        begins = [length - reach - layer * reach for layer in range(layers)]  # window KV that the next token sees
+        begins += [
+            length // p.ratio * p.ratio - p.layer * reach
+            for p in self.model.plans
+            if p.owns_kv and length % p.ratio  # its open group
+        ]
+        if replay:
+            begins.append(length + more - plan.kept - layers * reach)  # the rows that the decoder replays
+        return max(min(begins, default=0), 0)
 
-    def _publish(self, block: Block, x: Tensor, shared: Shared, cache: Cache) -> Shared:
-        """Close the groups that ``x`` completes, store their rows, and share all rows of this source."""
-        source, attn = cache.sources[block.plan.layer], block.attn
-        latent, source.pending = attn.compressor.close(x, source.pending)
-        number = cache.length // block.plan.ratio
-        main, keys = attn.compressed(latent, number)
-        source.main.write(number, main)
-        source.keys.write(number, keys)
-        return shared.publish(source.global_kv(block.plan.layer, block.plan.ratio))
+    # --- what is refused ---------------------------------------------------------------------------------------------
 
-    def _fits(self, cache: Cache, ids: Tensor) -> None:
+    def _plan(self, mode: Mode, chunk: int | None, replay_from: int | None, replay_len: int | None) -> Prefill:
+        model = self.model
+        if mode not in get_args(Mode):
+            raise EngineError(f"mode = {mode!r}: must be one of {', '.join(get_args(Mode))}")
+        if chunk is not None and chunk < 1:
+            raise EngineError(f"chunk = {chunk}: must be at least 1")
+        if mode == "exact" and (replay_from, replay_len) != (None, None):
+            raise EngineError("replay_from and replay_len mean something in mode='replay' only")
+        first = model.cut if replay_from is None else replay_from
+        if not model.cut <= first < len(model.layers) and mode == "replay":
+            raise EngineError(
+                f"replay_from = {first}: must be {model.cut} to {len(model.layers) - 1}, at or after the last KV source"
+            )
+        kept = model.config.text.sliding_window if replay_len is None else replay_len
+        if kept < 1:
+            raise EngineError(f"replay_len = {kept}: must be at least 1")
+        return Prefill(mode, chunk, first, kept)
+
+    def _checked(self, ids: Tensor, lengths: Lengths | None) -> tuple[Tensor, list[int]]:
+        """``ids`` without their padding's values, on the model's device, and each row's length."""
+        if lengths is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+            ids = self.model.checked(ids)
+            return ids, [ids.shape[1]] * ids.shape[0]
+        each = [int(length) for length in lengths]
+        if len(each) != ids.shape[0]:
+            raise EngineError(f"{len(each)} lengths: ids is {list(ids.shape)}, one length for each of its rows")
+        for row, length in enumerate(each):
+            if not 1 <= length <= ids.shape[1]:
+                raise EngineError(f"lengths[{row}] = {length}: must be 1 to {ids.shape[1]}, the width of ids")
+        ids = ids[:, : max(each, default=0)]
+        padding = torch.arange(ids.shape[1]) >= torch.tensor(each).unsqueeze(1)
+        return self.model.checked(ids.masked_fill(padding.to(ids.device), 0)), each
+
+    def _fits(self, lane: Lane, length: int, more: int) -> None:
         limit = self.model.config.text.max_position_embeddings
-        if cache.length + ids.shape[1] > limit:
-            raise EngineError(f"{cache.length} tokens and {ids.shape[1]} more: max_position_embeddings is {limit}")
+        if length + more > limit:
+            raise EngineError(f"{lane}: {length} tokens and {more} more: max_position_embeddings is {limit}")
 
-    def _state(self, cache: Cache, logits: Tensor, skipped: range) -> State:
-        return State(cache, cache.snapshot(), logits, skipped, self.model)
-
-
-class _Tail:
-    """The last rows of the encoder's output, gathered over chunks: what a replay runs on."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.parts: list[tuple[Encoded, Tensor | None, Tensor | None]] = []
-
-    def add(self, done: Encoded, cache: Cache, model: Model) -> None:
-        """Keep what is still needed of a chunk, with the selections and pools that layers before the replay made."""
-        text = model.config.text
-        entries = done.shared.selection.entries if done.shared.selection else None
-        blocks = None
-        if done.shared.candidates is not None:
-            blocks = done.shared.candidates.blocks
-            if blocks is None:  # everything fits the pool: the same, said in blocks
-                total = -(-cache.sources[model.cut].main.count // text.candidate_block_size)
-                blocks = torch.arange(total, device=model.device).expand(*done.residual.pre.shape[:2], -1)
-            blocks = pad_entries(blocks, text.candidate_topk_blocks)
-        if entries is not None:
-            entries = pad_entries(entries, text.index_topk)
-        self.parts.append((done, entries, blocks))
-        spare = sum(part[0].residual.pre.shape[1] for part in self.parts) - self.length
-        while spare > 0:
-            oldest, old_entries, old_blocks = self.parts[0]
-            rows = oldest.residual.pre.shape[1]
-            if spare < rows:
-                keep = slice(spare, None)
-                self.parts[0] = (
-                    replace(oldest, residual=_rows(oldest.residual, keep), is_image=_at(oldest.is_image, keep)),
-                    _at(old_entries, keep),
-                    _at(old_blocks, keep),
-                )
-                return
-            self.parts.pop(0)
-            spare -= rows
-
-    def state(self, cache: Cache, model: Model) -> Encoded:
-        """The gathered rows as the state that enters the first replayed layer."""
-        text, plan = model.config.text, model.plans[model.cut]
-        shared = Shared().publish(cache.sources[model.cut].global_kv(model.cut, plan.ratio))
-        last = self.parts[-1][0].shared
-        if last.selection is not None and last.selection.owner >= model.cut:
-            entries = torch.cat([e for _, e, _ in self.parts if e is not None], dim=1)
-            shared = shared.publish(Selection(last.selection.owner, entries))
-        if last.candidates is not None:
-            blocks = torch.cat([b for _, _, b in self.parts if b is not None], dim=1)
-            shared = shared.publish(Candidates(last.candidates.owner, text.candidate_block_size, blocks))
-        states = [part[0] for part in self.parts]
-        streams = torch.cat([s.residual.streams for s in states], dim=1)
-        pre = torch.cat([s.residual.pre for s in states], dim=1)
-        images = None
-        if any(s.is_image is not None for s in states):
-            none = [torch.zeros_like(s.residual.pre[..., 0], dtype=torch.bool) for s in states]
-            images = torch.cat([n if s.is_image is None else s.is_image for s, n in zip(states, none, strict=True)], 1)
-        return Encoded(Residual(streams, pre), shared, images)
-
-
-def _rows(residual: Residual, rows: slice) -> Residual:
-    return Residual(residual.streams[:, rows], residual.pre[:, rows])
-
-
-def _at(value: Tensor | None, rows: slice) -> Tensor | None:
-    return None if value is None else value[:, rows]
+    def _recordable(self, lanes: Sequence[Lane], record: Record | None) -> None:
+        if record and len(lanes) > 1:
+            raise EngineError(f"sequences of {len(lanes)} lengths cannot be recorded together: run them one by one")
 
 
 def choose(

@@ -191,8 +191,10 @@ class Model(nn.Module):
 
         ``streams.L`` the residual that leaves the block ``[B,S,R,M]``; ``window.L``, ``main.L``, ``keys.L`` what a
         cache would hold; ``topk.L`` the selection ``[B,S,K]`` (ascending, -1 absent); ``cand.L`` the candidates as a
-        mask ``[B,S,C]``; ``route.L`` the experts ``[B*S,K]``; ``attn_in.L``, ``attn_out.L``, ``ffn_in.L`` and
-        ``ffn_out.L`` each sublayer's ends ``[B,S,M]``; at the end ``logits``.
+        mask ``[B,S,C]``; ``scored.L`` how many visible index keys each query was multiplied with ``[B,S]``, 0 where
+        everything visible is kept unscored (so it depends on how queries are grouped); ``route.L`` the experts
+        ``[B*S,K]``; ``attn_in.L``, ``attn_out.L``, ``ffn_in.L`` and ``ffn_out.L`` each sublayer's ends ``[B,S,M]``; at
+        the end ``logits``.
         """
         tensors: dict[str, Tensor] = {}
         self.decode(self.encode(input_ids, tensors.__setitem__), tensors.__setitem__)

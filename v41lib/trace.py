@@ -19,7 +19,20 @@ from torch import Tensor
 from v41lib.checkpoint import Reader
 
 # In order of computation inside a layer.
-STAGES = ("attn_in", "main", "keys", "window", "topk", "cand", "attn_out", "ffn_in", "route", "ffn_out", "streams")
+STAGES = (
+    "attn_in",
+    "main",
+    "keys",
+    "window",
+    "scored",
+    "topk",
+    "cand",
+    "attn_out",
+    "ffn_in",
+    "route",
+    "ffn_out",
+    "streams",
+)
 SETS = ("topk", "route")  # compared as sets: order carries no meaning, nor does the number of absent (-1) slots
 
 

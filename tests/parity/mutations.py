@@ -148,7 +148,7 @@ def newest_block_dropped(patch: pytest.MonkeyPatch, model: Model) -> None:
 
 def reindex_ignores_pool(patch: pytest.MonkeyPatch, model: Model) -> None:
     everywhere = indexer.select_everywhere
-    patch.setattr(attention, "select_among", lambda *args: everywhere(*args[:5])[0])
+    patch.setattr(attention, "select_among", lambda *args: everywhere(*args[:5]))
 
 
 def selection_one_short(patch: pytest.MonkeyPatch, model: Model) -> None:

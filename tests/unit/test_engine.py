@@ -10,7 +10,7 @@ import torch
 import v41lib
 from tests.conftest import Golden
 from v41lib.accounting import memory
-from v41lib.cache import Cache, CacheError
+from v41lib.cache import Cache, CacheError, Lane
 from v41lib.engine import Engine, EngineError
 from v41lib.nn.quant import FP4, FP8, MXFP4
 
@@ -75,17 +75,18 @@ def test_replay_is_exact_from_the_halo_on_and_not_before(
 
 def test_replay_does_not_depend_on_chunks_and_leaves_the_global_kv_exact(golden: Golden) -> None:
     engine = Engine(golden.model)
-    exact = engine.prefill(golden.ids).cache
+    [exact] = engine.prefill(golden.ids).cache.lanes
     states = [engine.prefill(golden.ids, mode="replay", chunk=chunk) for chunk in (None, 1, 5, 8)]
     for state in states:
         assert worst(state.logits, states[0].logits) < 1e-5
-        for layer, source in state.cache.sources.items():
+        [lane] = state.cache.lanes
+        for layer, source in lane.sources.items():
             rows = source.main.read()
             other = exact.sources[layer].main.read()
             if layer < golden.model.cut:  # the encoder's own sums differ by chunking, in the last bits before rounding
                 assert torch.equal(rows.elements, other.elements) and torch.equal(rows.scales, other.scales)
-        assert state.skipped == range(0, golden.ids.shape[1] - golden.model.config.text.sliding_window)
-        with pytest.raises(EngineError, match="position 0 has no logits: replay skipped 0 to"):
+        assert state.skipped == (range(0, golden.ids.shape[1] - golden.model.config.text.sliding_window),)
+        with pytest.raises(EngineError, match="position 0 of sequence 0 has no logits: replay skipped 0 to"):
             state.log_probs(0)
         assert state.log_probs(golden.ids.shape[1] - 1).exp().sum() == pytest.approx(1.0, abs=1e-5)
 
@@ -98,7 +99,8 @@ def test_a_prompt_within_the_window_is_replayed_bitwise(golden: Golden) -> None:
 def test_a_replayed_window_begins_where_the_replay_does(golden: Golden) -> None:
     engine, cut, window = Engine(golden.model), golden.model.cut, golden.model.config.text.sliding_window
     ids = golden.ids
-    rows = engine.prefill(ids, mode="replay").cache.rings[cut]
+    [lane] = engine.prefill(ids, mode="replay").cache.lanes
+    rows = lane.rings[cut]
     assert rows.since == ids.shape[1] - window
     assert rows.before(ids.shape[1]).shape[1] == window - 1
 
@@ -110,7 +112,7 @@ def test_an_old_state_stays_usable_until_the_ring_has_overwritten_it(golden: Gol
     engine.decode(old, golden.ids[:, 12:15])
     assert torch.equal(engine.decode(old, golden.ids[:, 10:11]).logits, expected), "a rejected draft left a trace"
     far = engine.decode(old, golden.ids[:, 10:14])
-    with pytest.raises(CacheError, match=r"state of length 10 is gone: 4 tokens came after it"):
+    with pytest.raises(CacheError, match=r"state of length 10 \(sequence 0\) is gone: 4 tokens came after it"):
         engine.decode(old, golden.ids[:, 10:11])
     engine.decode(far, golden.ids[:, 14:15])
 
@@ -120,7 +122,7 @@ def test_a_state_of_an_abandoned_branch_is_refused(golden: Golden) -> None:
     root = engine.prefill(golden.ids[:, :10])
     branch = engine.decode(root, golden.ids[:, 10:12])
     engine.decode(root, golden.ids[:, 11:14])
-    with pytest.raises(CacheError, match="state of length 12 is gone: the cache went back to 10"):
+    with pytest.raises(CacheError, match=r"state of length 12 \(sequence 0\) is gone: the cache went back to 10"):
         engine.decode(branch, golden.ids[:, 12:13])
 
 
@@ -137,12 +139,13 @@ def test_a_batch_equals_its_sequences(golden: Golden) -> None:
 def test_the_packed_cache_weighs_what_the_release_says(tokens: int) -> None:
     """890 bytes a token at released widths, by owner, read off the storage; windows are allocated once."""
     text = v41lib.released().text
-    cache = Cache(text, batch=1, like=torch.zeros(1), undo=0)
-    for plan in cache.plans:
+    lane = Lane(text, [0], like=torch.zeros(1), undo=0)
+    for plan in lane.plans:
         if plan.owns_kv:
             rows = tokens // plan.ratio
-            cache.sources[plan.layer].main.write(0, torch.randn(1, rows, text.head_dim))
-            cache.sources[plan.layer].keys.write(0, torch.randn(1, rows, text.index_head_dim))
+            lane.sources[plan.layer].main.write(0, torch.randn(1, rows, text.head_dim))
+            lane.sources[plan.layer].keys.write(0, torch.randn(1, rows, text.index_head_dim))
+    cache = Cache([lane])
     assert cache.global_nbytes() == memory.global_kv_bytes(text, tokens)
     assert (tokens % 2) or cache.global_nbytes() == 890 * tokens
     sizes = cache.nbytes()

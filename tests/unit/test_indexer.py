@@ -193,7 +193,7 @@ def test_searching_the_pool_equals_masking_after_full_scoring(
     """CASES 4 and 21: the set that full scoring, then masking gives; surplus slots are -1, never outside the pool."""
     args = problem["queries"], problem["weights"], problem["keys"], problem["visible"]
     blocks = candidate_blocks(select_everywhere(*args, 1)[1], problem["visible"], size, limit)
-    chosen = select_among(*args, k, blocks, size)
+    chosen, _ = select_among(*args, k, blocks, size)
     scores = select_everywhere(*args, 1)[1]
     count = scores.shape[-1]
     assert chosen.shape == (*scores.shape[:2], min(k, count))
@@ -214,7 +214,7 @@ def test_a_later_indexers_own_scores_decide_inside_the_pool(
     args = problem["queries"], problem["weights"], problem["keys"], problem["visible"]
     blocks = candidate_blocks(select_everywhere(*args, 1)[1], problem["visible"], size, limit)
     others = -problem["weights"]
-    chosen = select_among(problem["queries"], others, problem["keys"], problem["visible"], 2, blocks, size)
+    chosen, _ = select_among(problem["queries"], others, problem["keys"], problem["visible"], 2, blocks, size)
     exact = exact_scores(problem["queries"], others, problem["keys"])
     for b, s in np.ndindex(*exact.shape[:2]):
         seen = int(problem["visible"][s])
@@ -272,7 +272,7 @@ def test_at_released_sizes_a_later_indexer_reads_16384_keys(monkeypatch: pytest.
     visible = torch.tensor([20_000])
     _, scores = indexer.select_everywhere(queries, weights, keys, visible, 512)
     blocks = indexer.candidate_blocks(scores, visible, 8, 2048)
-    chosen = indexer.select_among(queries, -weights, keys, visible, 512, blocks, 8)
+    chosen, _ = indexer.select_among(queries, -weights, keys, visible, 512, blocks, 8)
     assert counter.everywhere == [20_000]
     assert counter.among == [16_384]
     assert blocks.shape == (1, 1, 2048)

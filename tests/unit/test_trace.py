@@ -116,7 +116,7 @@ def test_names_sort_in_the_order_of_computation() -> None:
 
 def ordered_as_written(names: list[str]) -> list[str]:
     """The trace's own order, but for the attention's tensors, which it notes together when the layer is done."""
-    attention = [stage for stage in STAGES if stage in ("main", "keys", "window", "topk", "cand")]
+    attention = [stage for stage in STAGES if stage in ("main", "keys", "window", "scored", "topk", "cand")]
     out = []
     for layer in range(7):
         own = [name for name in names if name.endswith(f".{layer}")]

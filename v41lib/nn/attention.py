@@ -124,13 +124,15 @@ class Attention(nn.Module):
         if self.plan.owns_kv and (shared.kv is None or shared.kv.owner != self.plan.layer):
             shared = shared.publish(self.publish(x))
         window = self.window_kv(x, torch.arange(x.shape[1], device=x.device))
-        out, shared = self.attend_rows(x, 0, window, shared)
-        if record:
-            self._record(record, window, shared)
-        return out, shared
+        return self.attend_rows(x, 0, window, shared, record)
 
     def attend_rows(
-        self, x: Float[Tensor, "B S M"], start: int, window: Float[Tensor, "B T D"], shared: Shared
+        self,
+        x: Float[Tensor, "B S M"],
+        start: int,
+        window: Float[Tensor, "B T D"],
+        shared: Shared,
+        record: Record | None = None,
     ) -> tuple[Float[Tensor, "B S M"], Shared]:
         """Attend from rows of positions ``start`` on; ``window`` are raw keys up to the last of them, older ones first.
 
@@ -141,7 +143,7 @@ class Attention(nn.Module):
         kv = None if plan.mode == "local" else shared.kv_of(plan.kv_owner)
         before = window.shape[1] - x.shape[1]
 
-        outputs, selections, pools = [], [], []
+        outputs, selections, pools, counts = [], [], [], []
         for first, last in self._blocks(x, kv):
             positions = torch.arange(start + first, start + last, device=x.device)
             by = self.rotation_at(positions)
@@ -151,11 +153,13 @@ class Attention(nn.Module):
             if kv is not None:
                 visible = visible_entries(positions, plan.ratio)
                 if plan.selects:
-                    entries, pool = self._select(
+                    entries, pool, scores = self._select(
                         x[:, first:last], q_latent, by, kv, visible, shared, slice(first, last)
                     )
                     selections.append(entries)
                     pools.append(pool)
+                    if record:
+                        counts.append((scores > -torch.inf).sum(-1))
                 else:
                     entries = shared.selection_of(plan.index_owner).entries[:, first:last]
                 entries = entries[..., : int(visible[-1])]  # ascending, so what is cut is absent for all these queries
@@ -173,6 +177,8 @@ class Attention(nn.Module):
             if plan.candidate_role == "source":
                 blocks = None if pools[0] is None else torch.cat([p for p in pools if p is not None], dim=1)
                 shared = shared.publish(Candidates(plan.layer, self.text.candidate_block_size, blocks))
+        if record:
+            self._record(record, window[:, before:], start, shared, counts)
         return torch.cat(outputs, dim=1), shared
 
     def _project(self, out: Tensor) -> Tensor:
@@ -183,8 +189,10 @@ class Attention(nn.Module):
 
     def _select(
         self, x: Tensor, q_latent: Tensor, by: Rotation, kv: GlobalKV, visible: Tensor, shared: Shared, rows: slice
-    ) -> tuple[Tensor, Tensor | None]:
-        """One query block's selection ``[B,S,K]``, and the pool ``[B,S,N]`` of a candidate source that must choose."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """One query block's selection ``[B,S,K]``, the pool ``[B,S,N]`` of a candidate source that must choose, and
+        the scores ``[B,S,T]`` that were computed, -inf for a key that a query does not see.
+        """
         text, count, most = self.text, kv.main.shape[1], int(visible[-1])
         width = min(text.index_topk, count)
         queries, weights = self.indexer.queries(x, q_latent, by)
@@ -192,16 +200,19 @@ class Attention(nn.Module):
             pool = shared.candidates_of(text.candidate_source_layer_id)
             if pool.blocks is not None:
                 blocks = pool.blocks[:, rows]
-                return select_among(queries, weights, kv.index_keys, visible, width, blocks, pool.size), None
+                chosen, scores = select_among(queries, weights, kv.index_keys, visible, width, blocks, pool.size)
+                return chosen, None, scores
         keys = kv.index_keys[:, :most]  # no query of this block sees a later one
         if self.plan.candidate_role == "source" and count > text.candidate_topk_blocks * text.candidate_block_size:
             selected, scores = select_everywhere(queries, weights, keys, visible, width)
             chosen = candidate_blocks(scores, visible, text.candidate_block_size, text.candidate_topk_blocks)
-            return pad_entries(selected, width), pad_entries(chosen, text.candidate_topk_blocks)
+            return pad_entries(selected, width), pad_entries(chosen, text.candidate_topk_blocks), scores
         if most <= text.index_topk:  # nothing to choose: everything visible is kept
             everything = torch.arange(width, device=x.device)
-            return torch.where(everything < visible.unsqueeze(-1), everything, -1).expand(x.shape[0], -1, -1), None
-        return pad_entries(select_everywhere(queries, weights, keys, visible, width)[0], width), None
+            entries = torch.where(everything < visible.unsqueeze(-1), everything, -1).expand(x.shape[0], -1, -1)
+            return entries, None, weights[..., :0]
+        selected, scores = select_everywhere(queries, weights, keys, visible, width)
+        return pad_entries(selected, width), None, scores
 
     def _blocks(self, x: Tensor, kv: GlobalKV | None) -> Iterator[tuple[int, int]]:
         """Query ranges whose temporaries stay near ``BLOCK_ELEMENTS``; short enough that few window keys are wasted."""
@@ -220,13 +231,14 @@ class Attention(nn.Module):
         for start in range(0, length, block):
             yield start, min(start + block, length)
 
-    def _record(self, record: Record, window: Tensor, shared: Shared) -> None:
+    def _record(self, record: Record, window: Tensor, start: int, shared: Shared, counts: list[Tensor]) -> None:
         record("window", window)
         if self.plan.owns_kv:
             kv = shared.kv_of(self.plan.layer)
             record("main", values(kv.main))
             record("keys", values(kv.index_keys))
         if self.plan.selects:
+            record("scored", torch.cat(counts, dim=1))
             entries = shared.selection_of(self.plan.layer).entries
             record("topk", pad_entries(entries, self.text.index_topk))
         if self.plan.candidate_role:
@@ -234,13 +246,13 @@ class Attention(nn.Module):
                 shared.candidates_of(self.text.candidate_source_layer_id),
                 shared.kv_of(self.plan.kv_owner).main.shape[1],
             )
-            record("cand", _as_mask(pool, window.shape[:2], count, self.plan.ratio))
+            record("cand", _as_mask(pool, window.shape[:2], start, count, self.plan.ratio))
 
 
-def _as_mask(pool: Candidates, shape: torch.Size, count: int, ratio: int) -> Tensor:
+def _as_mask(pool: Candidates, shape: torch.Size, start: int, count: int, ratio: int) -> Tensor:
     """The visible candidates as ``[B,S,C]`` bool, for a trace only: the model itself never builds one."""
     everywhere = torch.arange(count)
-    visible = everywhere < visible_entries(torch.arange(shape[1]), ratio).unsqueeze(-1)
+    visible = everywhere < visible_entries(torch.arange(start, start + shape[1]), ratio).unsqueeze(-1)
     if pool.blocks is None:
         return visible.expand(*shape, count)
     mask = torch.zeros(*shape, count + 1, dtype=torch.bool)  # one more column takes what is absent

@@ -141,13 +141,15 @@ def select_among(
     k: int,
     blocks: Int[Tensor, "B S N"],
     size: int,
-) -> Int[Tensor, "B S K"]:
-    """Score only the entries of the candidate ``blocks``: the selection, ``K = min(k, C)`` (SPEC 5)."""
+) -> tuple[Int[Tensor, "B S K"], Float[Tensor, "B S N_size"]]:
+    """Score only the entries of the candidate ``blocks``: the selection, ``K = min(k, C)``, and the pool's scores,
+    -inf where absent or invisible (SPEC 5).
+    """
     entries = block_entries(blocks, size)
     scores = hide_invisible(score(queries, weights, gather_rows(keys, entries)), entries, visible)
     picked = best(scores, k)  # slots of the pool; ascending slots are ascending entries
     chosen = torch.where(picked < 0, -1, entries.gather(-1, picked.clamp_min(0)))
-    return pad_entries(chosen, min(k, keys.shape[1]))
+    return pad_entries(chosen, min(k, keys.shape[1])), scores
 
 
 class Indexer(nn.Module):
