@@ -153,7 +153,8 @@ def capped(context: int, params: Params) -> Tensor:
         return scan(context, params)[0]
     visible = torch.tensor([context], device=blocks.device)
     keys = all_keys(params)[:, :context]
-    return select_among(*query(context, params), keys, visible, text.index_topk, blocks, text.candidate_block_size)
+    size = text.candidate_block_size
+    return select_among(*query(context, params), keys, visible, text.index_topk, blocks, size)[0]
 
 
 class KeysMultiplied(TorchDispatchMode):
