@@ -49,7 +49,7 @@ class Params(BaseParams):
     """One query scores ``contexts`` keys, ``piece`` unpacked at a time; each is timed ``repeats`` times."""
 
     contexts: tuple[int, ...] = Field(
-        default=(4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576), min_length=1
+        default=(4096, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576), min_length=1
     )
     repeats: int = Field(default=3, ge=1)
     piece: int = Field(default=8192, ge=1)
