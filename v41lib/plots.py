@@ -248,3 +248,24 @@ def decode_step(parts: pd.DataFrame) -> Figure:
     handles = [Patch(color=colour, label=part) for colour, part in zip(colours, parts.index, strict=True)]
     fig.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8, handlelength=1.1)
     return fig
+
+
+def prefill_work(table: pd.DataFrame, lines: tuple[float, ...]) -> Figure:
+    """What does a prompt token cost, and how much of it is saved? Two axes, over the length of the prompt."""
+    fig, (left, right) = figure(2.8, columns=2)
+    for name, colour, label in (("exact", BLUE, "all layers"), ("replay", ORANGE, "to the encoder")):
+        left.plot(table.index, table[name], color=colour, marker="o", markersize=3)
+        left.annotate(
+            label, (table.index[4], table[name].iloc[4]), xytext=(0, 7), textcoords="offset points", color=colour
+        )
+    left.set(title="GFLOP a token", ylim=(0, None))
+    right.plot(table.index, table["share"], color=BLACK, marker="o", markersize=3)
+    for line in lines:
+        right.axhline(line, color=GREY, linewidth=1, linestyle=":")
+    right.set(title="share of all layers", ylim=(0.4, 1.05))
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([128, 1024, 8192, 65_536, 1_048_576], ["128", "1K", "8K", "64K", "1M"])
+        ax.minorticks_off()
+        ax.set_xlabel("prompt, tokens")
+    return fig

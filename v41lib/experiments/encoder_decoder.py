@@ -25,6 +25,8 @@ from v41lib.nn.shared import Shared
 
 PROMPTS = tuple(4096 * 4**n for n in range(5))  # 4K to 1M
 SHORT = 4096
+CURVE = tuple(128 * 2**n for n in range(14))  # a window to 1M, for a figure
+SHARES = (0.5, 2 / 3)  # lines in it
 # What grows with the tokens that are seen; all other components are weights times rows.
 SEEN = ("window", "selected", "index_scores", "index_sum")
 
