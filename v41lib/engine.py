@@ -16,6 +16,7 @@ from torch import Tensor
 
 from v41lib.cache import Cache, Snapshot
 from v41lib.model import Attend, Block, Encoded, Model, Residual
+from v41lib.nn.compiled import compiled_steps
 from v41lib.nn.compressor import pad_entries
 from v41lib.nn.shared import Candidates, Selection, Shared
 
@@ -61,8 +62,8 @@ class State:
 class Engine:
     """Serves one model. ``packed`` caches hold the release's bytes; plain ones the same values, faster to read."""
 
-    def __init__(self, model: Model, packed: bool = True, undo: int = 8) -> None:
-        self.model, self.packed, self.undo = model, packed, undo
+    def __init__(self, model: Model, packed: bool = True, undo: int = 8, compiled: bool = False) -> None:
+        self.model, self.packed, self.undo, self.compiled = model, packed, undo, compiled
 
     @torch.no_grad()
     def prefill(
@@ -97,9 +98,11 @@ class Engine:
             raise EngineError(f"ids is {list(ids.shape)}: the state holds a batch of {state.cache.batch}")
         state.cache.restore(state.point)
         self._fits(state.cache, ids)
-        residual = self._layers(self._begin(ids), 0, len(self.model.layers), state.cache).residual
+        with compiled_steps(self.compiled and ids.numel() == 1):
+            residual = self._layers(self._begin(ids), 0, len(self.model.layers), state.cache).residual
+            logits = self.model.logits(residual)
         state.cache.advance(ids)
-        return self._state(state.cache, self.model.logits(residual), state.skipped)
+        return self._state(state.cache, logits, state.skipped)
 
     @torch.no_grad()
     def extend(

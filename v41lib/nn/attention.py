@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
+from v41lib.nn.compiled import token_wise
 from v41lib.nn.compressor import Compressor, pad_entries, visible_entries
 from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_rows, select_among, select_everywhere
 from v41lib.nn.linear import Linear
@@ -92,9 +93,22 @@ class Attention(nn.Module):
         """This layer's rotation at ``positions``; windows and compressed entries share one table."""
         return rotation(positions, layer_frequencies(self.text, self.plan.ratio, positions.device))
 
+    @token_wise
+    def _window_kv(self, x: Tensor, by: Rotation) -> Tensor:
+        return straight_through(rotate(self.kv_norm(self.wkv(x)), by), "fp8")
+
+    @token_wise
+    def queries(
+        self, x: Float[Tensor, "B S M"], by: Rotation
+    ) -> tuple[Float[Tensor, "B S Q"], Float[Tensor, "B S H D"]]:
+        """The query latent, which the indexer reads as well, and the rotated queries."""
+        latent = self.q_norm(self.wq_a(x))
+        heads = self.wq_b(latent).unflatten(-1, (-1, self.text.head_dim))
+        return latent, rotate(heads, Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1)))
+
     def window_kv(self, x: Float[Tensor, "B S M"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
         """The layer's own window KV: projected, normed, rotated, rounded to FP8 (rotary part included)."""
-        return straight_through(rotate(self.kv_norm(self.wkv(x)), self.rotation_at(positions)), "fp8")
+        return self._window_kv(x, self.rotation_at(positions))
 
     def compressed(
         self, latent: Float[Tensor, "B C D"], first: int = 0
@@ -145,8 +159,7 @@ class Attention(nn.Module):
         for first, last in self._blocks(x, kv):
             positions = torch.arange(start + first, start + last, device=x.device)
             by = self.rotation_at(positions)
-            by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))  # one more axis, for the heads
-            q_latent = self.q_norm(self.wq_a(x[:, first:last]))
+            q_latent, q = self.queries(x[:, first:last], by)
             entries = None
             if kv is not None:
                 visible = visible_entries(positions, plan.ratio)
@@ -159,14 +172,13 @@ class Attention(nn.Module):
                 else:
                     entries = shared.selection_of(plan.index_owner).entries[:, first:last]
                 entries = entries[..., : int(visible[-1])]  # ascending, so what is cut is absent for all these queries
-            q = rotate(self.wq_b(q_latent).unflatten(-1, (-1, self.text.head_dim)), by)
             oldest = max(before + first - width + 1, 0)
             keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
             age = positions.unsqueeze(1) - keys
             in_window = (age >= 0) & (age < width)
             main = None if kv is None else kv.main
             out = attend(q, window[:, oldest : before + last], in_window, self.attn_sink, main, entries)
-            outputs.append(self._project(rotate(out, by, inverse=True)))
+            outputs.append(self.merge(out, by))
 
         if selections:
             shared = shared.publish(Selection(plan.layer, torch.cat(selections, dim=1)))
@@ -175,10 +187,17 @@ class Attention(nn.Module):
                 shared = shared.publish(Candidates(plan.layer, self.text.candidate_block_size, blocks))
         return torch.cat(outputs, dim=1), shared
 
+    @token_wise
+    def merge(self, out: Float[Tensor, "B S H D"], by: Rotation) -> Float[Tensor, "B S M"]:
+        """What the heads read, rotated back and projected."""
+        return self._project(rotate(out, Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1)), inverse=True))
+
     def _project(self, out: Tensor) -> Tensor:
         """``[B,S,H,D] -> [B,S,M]``: a block-diagonal projection, one block a group of heads, then one back to M."""
         groups = out.flatten(2).unflatten(-1, (self.text.o_groups, -1))
         weight = self.wo_a.weight.unflatten(0, (self.text.o_groups, -1))
+        if torch.compiler.is_compiling():
+            return self.wo_b((groups.unsqueeze(-2) * weight).sum(-1).flatten(2))
         return self.wo_b(torch.einsum("bsgi,goi->bsgo", groups, weight).flatten(2))
 
     def _select(

@@ -14,6 +14,8 @@ def linear(x: Float[Tensor, "... I"], weight: Float[Tensor, "O I"]) -> Float[Ten
     A BLAS reads a matrix for one vector with one thread and at half its speed; as a batch of two half matrices the
     same product is threaded and streams.
     """
+    if torch.compiler.is_compiling():
+        return (x.unsqueeze(-2) * weight).sum(-1)
     single = x.numel() == x.shape[-1] and weight.shape[0] % 2 == 0
     if single and weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.is_grad_enabled():
         halves = weight.unflatten(0, (2, -1))

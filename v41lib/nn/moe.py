@@ -81,6 +81,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
         """The FP32 weighted sum of each token's experts, added in order of expert number."""
+        if torch.compiler.is_compiling():
+            return self._gathered(x, route)
         chosen = route.experts.flatten()
         order = chosen.argsort(stable=True)
         tokens, weights = order // route.experts.shape[-1], route.weights.flatten()[order].unsqueeze(-1)
@@ -94,6 +96,13 @@ class Experts(nn.Module):
                 out.index_add_(0, rows, linear(hidden, self.w2[expert]).float() * weights[start : start + size])
                 start += size
         return out
+
+    def _gathered(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
+        """:meth:`forward` for a compiler, which reads the chosen matrices where they are instead of gathering them."""
+        w1, w2, w3 = (weight[route.experts] for weight in (self.w1, self.w2, self.w3))  # [N, K, out, in]
+        x = x[:, None, None]
+        hidden = clamped_swiglu((w1 * x).sum(-1), (w3 * x).sum(-1), self.limit)
+        return ((w2 * hidden.unsqueeze(-2)).sum(-1).float() * route.weights.unsqueeze(-1)).sum(-2)
 
 
 class MoE(nn.Module):
