@@ -175,7 +175,7 @@ class Model(nn.Module):
 
     def begin(self, ids: Int[Tensor, "B S"]) -> Encoded:
         """The state before layer 0: the embedding in every stream; the first sublayer reads stream 0 (SPEC 3)."""
-        streams = self.embed(ids).unsqueeze(2).expand(-1, -1, self.config.text.hc_mult, -1)
+        streams = self.embed(ids).unsqueeze(2).repeat(1, 1, self.config.text.hc_mult, 1)
         pre = torch.zeros(*ids.shape, self.config.text.hc_mult, device=ids.device)
         pre[..., 0] = 1.0
         is_image = ids == self.config.image_token_id

@@ -30,32 +30,20 @@ def sinkhorn(logits: Float[Tensor, "N R R"], iterations: int, eps: float) -> Flo
     Softmax over the output axis, one column normalisation, then ``iterations - 1`` times (row, column). Columns are
     sums over the input axis; they come last, so they sum to one to rounding, the rows only nearly.
     """
-    if torch.compiler.is_compiling():
-        return _sinkhorn_by_element(logits, iterations, eps)
-    streams = logits.shape[-1]
-    comb, few = (logits.softmax(-1) + eps).flatten(1), torch.full((1,), eps, device=logits.device)
+    streams, comb = logits.shape[-1], logits.softmax(-1) + eps
+    if torch.compiler.is_compiling():  # loops over so few numbers are what a compiler unrolls
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        for _ in range(iterations - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + eps)
+            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        return comb
+    comb, few = comb.flatten(1), torch.full((1,), eps, device=logits.device)
     of_row, of_column = _sums(streams, logits.device)
     comb = comb / torch.addmm(few, comb, of_column)
     for _ in range(iterations - 1):
         comb = comb / torch.addmm(few, comb, of_row)
         comb = comb / torch.addmm(few, comb, of_column)
     return comb.unflatten(1, (streams, streams))
-
-
-def _sinkhorn_by_element(logits: Float[Tensor, "N R R"], iterations: int, eps: float) -> Float[Tensor, "N R R"]:
-    """:func:`sinkhorn` for a compiler, which keeps the R*R numbers of a token in registers."""
-
-    def turned(rows: list[list[Tensor]]) -> list[list[Tensor]]:
-        return [list(column) for column in zip(*rows, strict=True)]
-
-    def normalised(rows: list[list[Tensor]]) -> list[list[Tensor]]:
-        return [[element / (sum(row) + eps) for element in row] for row in rows]
-
-    comb = [list(row.unbind(-1)) for row in (logits.softmax(-1) + eps).unbind(-2)]
-    comb = turned(normalised(turned(comb)))
-    for _ in range(iterations - 1):
-        comb = turned(normalised(turned(normalised(comb))))
-    return torch.stack([torch.stack(row, -1) for row in comb], -2)
 
 
 @cache
