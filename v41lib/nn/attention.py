@@ -41,24 +41,36 @@ def softmax_with_sink(logits: Float[Tensor, "... H T"], sink: Float[Tensor, " H"
 def attend(
     q: Float[Tensor, "B S H D"],
     window: Float[Tensor, "B T D"],
-    in_window: Bool[Tensor, "S T"],
+    in_window: Bool[Tensor, "S T"] | None,
     sink: Float[Tensor, " H"],
     main: Float[Tensor, "B C D"] | Packed | None = None,
     entries: Int[Tensor, "B S K"] | None = None,
 ) -> Float[Tensor, "B S H D"]:
     """Joint attention of a block of queries (SPEC 4).
 
-    ``window`` are raw keys, ``in_window`` true where a query sees one; ``main`` are compressed entries, of which each
-    query sees its ``entries`` (-1 absent); ``sink`` joins the denominator only.
+    ``window`` are raw keys, ``in_window`` true where a query sees one (None: everywhere); ``main`` are compressed
+    entries, of which each query sees its ``entries`` (-1 absent); ``sink`` joins the denominator only.
     """
+    if main is None or entries is None or not entries.shape[-1]:
+        return _attend(q, window, in_window, sink)
+    return _attend(q, window, in_window, sink, gather_rows(main, entries), entries)
+
+
+def _attend(
+    q: Tensor,
+    window: Tensor,
+    in_window: Tensor | None,
+    sink: Tensor,
+    far_rows: Float[Tensor, "B S K D"] | None = None,
+    entries: Tensor | None = None,
+) -> Tensor:
+    """:func:`attend` with each query's compressed rows at hand."""
     batch, length, heads, width = q.shape
     scale = width**-0.5
     flat = q.reshape(batch, length * heads, width)
     near = (flat @ window.transpose(1, 2)).float().unflatten(1, (length, heads)) * scale
-    logits = near.masked_fill(~in_window.unsqueeze(1), -torch.inf)
-    far_rows = None
-    if main is not None and entries is not None and entries.shape[-1]:
-        far_rows = gather_rows(main, entries)
+    logits = near if in_window is None else near.masked_fill(~in_window.unsqueeze(1), -torch.inf)
+    if far_rows is not None and entries is not None:
         far = (q @ far_rows.transpose(2, 3)).float() * scale
         logits = torch.cat((logits, far.masked_fill(entries.unsqueeze(2) < 0, -torch.inf)), dim=-1)
     weights = softmax_with_sink(logits, sink).to(q.dtype)
@@ -162,8 +174,8 @@ class Attention(nn.Module):
             q_latent, q = self.queries(x[:, first:last], by)
             entries = None
             if kv is not None:
-                visible = visible_entries(positions, plan.ratio)
                 if plan.selects:
+                    visible = visible_entries(positions, plan.ratio)
                     entries, pool = self._select(
                         x[:, first:last], q_latent, by, kv, visible, shared, slice(first, last)
                     )
@@ -171,14 +183,16 @@ class Attention(nn.Module):
                     pools.append(pool)
                 else:
                     entries = shared.selection_of(plan.index_owner).entries[:, first:last]
-                entries = entries[..., : int(visible[-1])]  # ascending, so what is cut is absent for all these queries
+                entries = entries[..., : (start + last) // plan.ratio]  # ascending, so what is cut is absent for all these queries
             oldest = max(before + first - width + 1, 0)
-            keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
-            age = positions.unsqueeze(1) - keys
-            in_window = (age >= 0) & (age < width)
-            main = None if kv is None else kv.main
-            out = attend(q, window[:, oldest : before + last], in_window, self.attn_sink, main, entries)
-            outputs.append(self.merge(out, by))
+            near, in_window, far_rows = window[:, oldest : before + last], None, None
+            if last - first > 1:  # a single query sees every key from the oldest on
+                keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
+                age = positions.unsqueeze(1) - keys
+                in_window = (age >= 0) & (age < width)
+            if kv is not None and entries is not None and entries.shape[-1]:
+                far_rows = gather_rows(kv.main, entries)
+            outputs.append(self.read(q, near, in_window, far_rows, entries, by))
 
         if selections:
             shared = shared.publish(Selection(plan.layer, torch.cat(selections, dim=1)))
@@ -188,8 +202,17 @@ class Attention(nn.Module):
         return torch.cat(outputs, dim=1), shared
 
     @token_wise
-    def merge(self, out: Float[Tensor, "B S H D"], by: Rotation) -> Float[Tensor, "B S M"]:
+    def read(
+        self,
+        q: Float[Tensor, "B S H D"],
+        window: Float[Tensor, "B T D"],
+        in_window: Bool[Tensor, "S T"] | None,
+        far_rows: Float[Tensor, "B S K D"] | None,
+        entries: Int[Tensor, "B S K"] | None,
+        by: Rotation,
+    ) -> Float[Tensor, "B S M"]:
         """What the heads read, rotated back and projected."""
+        out = _attend(q, window, in_window, self.attn_sink, far_rows, entries)
         return self._project(rotate(out, Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1)), inverse=True))
 
     def _project(self, out: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -38,4 +38,10 @@ def compiled_steps(active: bool = True) -> Iterator[None]:
 
 @cache
 def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(step, fullgraph=True, dynamic=False)
+    return torch.compile(step, fullgraph=True, options={"guard_filter_fn": _what_may_change})
+
+
+def _what_may_change(guards: Sequence[Any]) -> list[bool]:
+    """Of what a compiler would check in each call: shapes, grad mode and a module's numbers, not the library itself."""
+    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "GRAD_MODE", "SHAPE_ENV")
+    return [guard.guard_type in kinds and not guard.is_global for guard in guards]
