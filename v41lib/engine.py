@@ -16,7 +16,7 @@ from torch import Tensor
 
 from v41lib.cache import Cache, Snapshot
 from v41lib.model import Attend, Block, Encoded, Model, Residual
-from v41lib.nn.compiled import compiled_steps
+from v41lib.nn.compiled import check_compiler, compiled_steps
 from v41lib.nn.compressor import pad_entries
 from v41lib.nn.shared import Candidates, Selection, Shared
 
@@ -60,10 +60,16 @@ class State:
 
 
 class Engine:
-    """Serves one model. ``packed`` caches hold the release's bytes; plain ones the same values, faster to read."""
+    """Serves one model. ``packed`` caches hold the release's bytes; plain ones the same values, faster to read.
+
+    ``compiled``: decode of one token of one sequence runs through a C++ compiler, which takes half a minute at the
+    first token. Raises ``CompilerError`` where there is none.
+    """
 
     def __init__(self, model: Model, packed: bool = True, undo: int = 8, compiled: bool = False) -> None:
         self.model, self.packed, self.undo, self.compiled = model, packed, undo, compiled
+        if compiled:
+            check_compiler(model.device)
 
     @torch.no_grad()
     def prefill(
@@ -217,7 +223,7 @@ class Engine:
         def attend(x: Tensor, shared: Shared) -> tuple[Tensor, Shared]:
             if block.plan.owns_kv and (shared.kv is None or shared.kv.owner != block.plan.layer):
                 shared = self._publish(block, x, shared, cache)
-            window = attn.window_kv(x, torch.arange(start, start + x.shape[1], device=x.device))
+            window = attn.window_kv(x, range(start, start + x.shape[1]))
             keys = torch.cat((ring.before(start), window), dim=1)
             out, shared = attn.attend_rows(x, start, keys, shared)
             ring.write(start, window)

@@ -18,7 +18,7 @@ from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_r
 from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
 from v41lib.nn.quant import Packed, straight_through, values
-from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation
+from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation, rotation_over
 from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
 from v41lib.plan import LayerPlan
 
@@ -43,41 +43,27 @@ def attend(
     window: Float[Tensor, "B T D"],
     in_window: Bool[Tensor, "S T"] | None,
     sink: Float[Tensor, " H"],
-    main: Float[Tensor, "B C D"] | Packed | None = None,
+    far: Float[Tensor, "B S K D"] | None = None,
     entries: Int[Tensor, "B S K"] | None = None,
 ) -> Float[Tensor, "B S H D"]:
     """Joint attention of a block of queries (SPEC 4).
 
-    ``window`` are raw keys, ``in_window`` true where a query sees one (None: everywhere); ``main`` are compressed
-    entries, of which each query sees its ``entries`` (-1 absent); ``sink`` joins the denominator only.
+    ``window`` are raw keys, ``in_window`` true where a query sees one (None: everywhere); ``far`` are each query's own
+    compressed rows, those of its ``entries`` (-1 absent); ``sink`` joins the denominator only.
     """
-    if main is None or entries is None or not entries.shape[-1]:
-        return _attend(q, window, in_window, sink)
-    return _attend(q, window, in_window, sink, gather_rows(main, entries), entries)
-
-
-def _attend(
-    q: Tensor,
-    window: Tensor,
-    in_window: Tensor | None,
-    sink: Tensor,
-    far_rows: Float[Tensor, "B S K D"] | None = None,
-    entries: Tensor | None = None,
-) -> Tensor:
-    """:func:`attend` with each query's compressed rows at hand."""
     batch, length, heads, width = q.shape
     scale = width**-0.5
     flat = q.reshape(batch, length * heads, width)
     near = (flat @ window.transpose(1, 2)).float().unflatten(1, (length, heads)) * scale
     logits = near if in_window is None else near.masked_fill(~in_window.unsqueeze(1), -torch.inf)
-    if far_rows is not None and entries is not None:
-        far = (q @ far_rows.transpose(2, 3)).float() * scale
-        logits = torch.cat((logits, far.masked_fill(entries.unsqueeze(2) < 0, -torch.inf)), dim=-1)
+    if far is not None and entries is not None:
+        products = (q @ far.transpose(2, 3)).float() * scale
+        logits = torch.cat((logits, products.masked_fill(entries.unsqueeze(2) < 0, -torch.inf)), dim=-1)
     weights = softmax_with_sink(logits, sink).to(q.dtype)
     near_weights = weights[..., : window.shape[1]].flatten(1, 2)
     out = (near_weights @ window).unflatten(1, (length, heads))
-    if far_rows is not None:
-        out = out + weights[..., window.shape[1] :] @ far_rows
+    if far is not None:
+        out = out + weights[..., window.shape[1] :] @ far
     return out
 
 
@@ -101,9 +87,10 @@ class Attention(nn.Module):
         if plan.selects:
             self.indexer = Indexer(text, plan.owns_kv, dtype)
 
-    def rotation_at(self, positions: Tensor) -> Rotation:
+    def rotation_at(self, positions: Tensor | range) -> Rotation:
         """This layer's rotation at ``positions``; windows and compressed entries share one table."""
-        return rotation(positions, layer_frequencies(self.text, self.plan.ratio, positions.device))
+        freqs = layer_frequencies(self.text, self.plan.ratio, self.attn_sink.device)
+        return rotation_over(positions, freqs) if isinstance(positions, range) else rotation(positions, freqs)
 
     @token_wise
     def _window_kv(self, x: Tensor, by: Rotation) -> Tensor:
@@ -116,9 +103,9 @@ class Attention(nn.Module):
         """The query latent, which the indexer reads as well, and the rotated queries."""
         latent = self.q_norm(self.wq_a(x))
         heads = self.wq_b(latent).unflatten(-1, (-1, self.text.head_dim))
-        return latent, rotate(heads, Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1)))
+        return latent, rotate(heads, by)
 
-    def window_kv(self, x: Float[Tensor, "B S M"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
+    def window_kv(self, x: Float[Tensor, "B S M"], positions: Int[Tensor, " S"] | range) -> Float[Tensor, "B S D"]:
         """The layer's own window KV: projected, normed, rotated, rounded to FP8 (rotary part included)."""
         return self._window_kv(x, self.rotation_at(positions))
 
@@ -149,7 +136,7 @@ class Attention(nn.Module):
         """
         if self.plan.owns_kv and (shared.kv is None or shared.kv.owner != self.plan.layer):
             shared = shared.publish(self.publish(x))
-        window = self.window_kv(x, torch.arange(x.shape[1], device=x.device))
+        window = self.window_kv(x, range(x.shape[1]))
         out, shared = self.attend_rows(x, 0, window, shared)
         if record:
             self._record(record, window, shared)
@@ -170,7 +157,8 @@ class Attention(nn.Module):
         outputs, selections, pools = [], [], []
         for first, last in self._blocks(x, kv):
             positions = torch.arange(start + first, start + last, device=x.device)
-            by = self.rotation_at(positions)
+            by = self.rotation_at(range(start + first, start + last))
+            by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))  # one more axis, for the heads
             q_latent, q = self.queries(x[:, first:last], by)
             entries = None
             if kv is not None:
@@ -183,16 +171,18 @@ class Attention(nn.Module):
                     pools.append(pool)
                 else:
                     entries = shared.selection_of(plan.index_owner).entries[:, first:last]
-                entries = entries[..., : (start + last) // plan.ratio]  # ascending, so what is cut is absent for all these queries
+                entries = entries[
+                    ..., : (start + last) // plan.ratio
+                ]  # ascending, so what is cut is absent for all these queries
             oldest = max(before + first - width + 1, 0)
-            near, in_window, far_rows = window[:, oldest : before + last], None, None
+            near, in_window, far = window[:, oldest : before + last], None, None
             if last - first > 1:  # a single query sees every key from the oldest on
                 keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
                 age = positions.unsqueeze(1) - keys
                 in_window = (age >= 0) & (age < width)
             if kv is not None and entries is not None and entries.shape[-1]:
-                far_rows = gather_rows(kv.main, entries)
-            outputs.append(self.read(q, near, in_window, far_rows, entries, by))
+                far = gather_rows(kv.main, entries)
+            outputs.append(self.read(q, near, in_window, far, entries, by))
 
         if selections:
             shared = shared.publish(Selection(plan.layer, torch.cat(selections, dim=1)))
@@ -207,20 +197,18 @@ class Attention(nn.Module):
         q: Float[Tensor, "B S H D"],
         window: Float[Tensor, "B T D"],
         in_window: Bool[Tensor, "S T"] | None,
-        far_rows: Float[Tensor, "B S K D"] | None,
+        far: Float[Tensor, "B S K D"] | None,
         entries: Int[Tensor, "B S K"] | None,
         by: Rotation,
     ) -> Float[Tensor, "B S M"]:
         """What the heads read, rotated back and projected."""
-        out = _attend(q, window, in_window, self.attn_sink, far_rows, entries)
-        return self._project(rotate(out, Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1)), inverse=True))
+        out = attend(q, window, in_window, self.attn_sink, far, entries)
+        return self._project(rotate(out, by, inverse=True))
 
     def _project(self, out: Tensor) -> Tensor:
         """``[B,S,H,D] -> [B,S,M]``: a block-diagonal projection, one block a group of heads, then one back to M."""
         groups = out.flatten(2).unflatten(-1, (self.text.o_groups, -1))
         weight = self.wo_a.weight.unflatten(0, (self.text.o_groups, -1))
-        if torch.compiler.is_compiling():
-            return self.wo_b((groups.unsqueeze(-2) * weight).sum(-1).flatten(2))
         return self.wo_b(torch.einsum("bsgi,goi->bsgo", groups, weight).flatten(2))
 
     def _select(

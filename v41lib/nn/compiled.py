@@ -1,11 +1,20 @@
-"""Optional: the token-wise steps of a layer as compiled code, for decode, which is otherwise bound by calls."""
+"""Optional: a layer's token-wise steps as compiled code.
+
+Decoding one token takes thousands of small tensor operations, and on a CPU their number is what it costs. Compiled, a
+layer is five calls. Everything that depends on a cache's length stays outside, and one graph serves all layers.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -13,6 +22,25 @@ import torch
 P, T = ParamSpec("P"), TypeVar("T")
 
 _active: ContextVar[bool] = ContextVar("compiled_steps", default=False)
+
+
+class CompilerError(RuntimeError):
+    """Compiled steps were asked for where they cannot be built; the message names what is missing."""
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise :class:`CompilerError` unless steps can be compiled for ``device``."""
+    if device.type != "cpu":
+        raise CompilerError(f"compiled=True on {device}: steps are compiled for a CPU only; leave it out")
+    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if shutil.which(name.split()[0]) is None:
+        raise CompilerError(
+            f"compiled=True needs a C++ compiler, and there is no {name!r}: install one, name yours in CXX, or leave "
+            "compiled out; the results are the same"
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise CompilerError(f"compiled=True needs Python's headers, and {headers} has no Python.h: install python3-dev")
 
 
 def token_wise(step: Callable[P, T]) -> Callable[P, T]:
@@ -29,6 +57,7 @@ def token_wise(step: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def compiled_steps(active: bool = True) -> Iterator[None]:
+    """Run token-wise steps compiled, or plain. They are compiled at their first call."""
     token = _active.set(active)
     try:
         yield
@@ -42,6 +71,6 @@ def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _what_may_change(guards: Sequence[Any]) -> list[bool]:
-    """Of what a compiler would check in each call: shapes, grad mode and a module's numbers, not the library itself."""
-    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "GRAD_MODE", "SHAPE_ENV")
+    """What is checked in each call: shapes, grad mode and a module's numbers. That code did not change is not."""
+    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "GRAD_MODE", "GLOBAL_STATE", "SHAPE_ENV")
     return [guard.guard_type in kinds and not guard.is_global for guard in guards]

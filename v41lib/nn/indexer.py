@@ -156,7 +156,6 @@ class Indexer(nn.Module):
         self, x: Float[Tensor, "B S M"], q_latent: Float[Tensor, "B S Q"], by: Rotation
     ) -> tuple[Float[Tensor, "B S H D_index"], Float[Tensor, "B S H"]]:
         """Index queries, rounded to MXFP4, and head weights, FP32."""
-        by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))  # one more axis, for the heads
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
         weights = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5
         return straight_through(rotate(q, by), "mxfp4"), weights

@@ -81,8 +81,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
         """The FP32 weighted sum of each token's experts, added in order of expert number."""
-        if torch.compiler.is_compiling():
-            return self._gathered(x, route)
+        if len(x) == 1 and torch.compiler.is_compiling():
+            return self._of_one(x, route)
         chosen = route.experts.flatten()
         order = chosen.argsort(stable=True)
         tokens, weights = order // route.experts.shape[-1], route.weights.flatten()[order].unsqueeze(-1)
@@ -97,12 +97,13 @@ class Experts(nn.Module):
                 start += size
         return out
 
-    def _gathered(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
-        """:meth:`forward` for a compiler, which reads the chosen matrices where they are instead of gathering them."""
-        w1, w2, w3 = (weight[route.experts] for weight in (self.w1, self.w2, self.w3))  # [N, K, out, in]
-        x = x[:, None, None]
-        hidden = clamped_swiglu((w1 * x).sum(-1), (w3 * x).sum(-1), self.limit)
-        return ((w2 * hidden.unsqueeze(-2)).sum(-1).float() * route.weights.unsqueeze(-1)).sum(-2)
+    def _of_one(self, x: Float[Tensor, "1 M"], route: Route) -> Float[Tensor, "1 M"]:
+        """:meth:`forward` for one token and a compiler, which reads the chosen matrices in place: nothing is copied."""
+        w1, w2, w3 = (weight[route.experts[0]].float() for weight in (self.w1, self.w2, self.w3))  # [K, out, in]
+        gate, up = ((weight * x.float()).sum(-1).to(x.dtype) for weight in (w1, w3))
+        hidden = clamped_swiglu(gate, up, self.limit).float().unsqueeze(-2)
+        out = (w2 * hidden).sum(-1).to(x.dtype).float()
+        return (out * route.weights.T).sum(0, keepdim=True)
 
 
 class MoE(nn.Module):
