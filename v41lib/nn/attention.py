@@ -17,7 +17,7 @@ from v41lib.nn.compressor import Compressor, pad_entries, visible_entries
 from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_rows, select_among, select_everywhere
 from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
-from v41lib.nn.quant import Packed, straight_through, values
+from v41lib.nn.quant import straight_through, values
 from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation, rotation_over
 from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
 from v41lib.plan import LayerPlan

@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _active: ContextVar[bool] = ContextVar("compiled_steps", default=False)
 
