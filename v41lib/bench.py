@@ -32,6 +32,7 @@ from v41lib.accounting.flops import prefill_flops
 from v41lib.config import Config, preset
 from v41lib.engine import Engine
 from v41lib.model import Model
+from v41lib.nn.compiled import CompilerError
 
 Say = Callable[[str], None]
 
@@ -242,6 +243,10 @@ class _Decoder:
 
 def _decode(settings: Settings, model: Model, mirror: Other | None, ids: Tensor, samples: Samples, say: Say) -> None:
     engines = {"decode, plain cache": Engine(model, packed=False), "decode, packed cache": Engine(model)}
+    try:
+        engines["decode, compiled"] = Engine(model, packed=False, compiled=True)
+    except CompilerError as error:
+        say(f"without compiled decode: {error}")
     for length in settings.lengths:
         say(f"decode after {length:,} tokens")
         sides: dict[str, Callable[[Tensor], None]] = {

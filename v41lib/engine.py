@@ -17,6 +17,7 @@ from torch import Tensor
 from v41lib.cache import Cache, Lane, Snapshot
 from v41lib.model import Model
 from v41lib.nn.attention import Record
+from v41lib.nn.compiled import check_compiler, compiled_steps
 from v41lib.passes import Tail, publish, rows_of, run_layers
 
 Mode = Literal["exact", "replay"]
@@ -97,10 +98,22 @@ class Engine:
     source whose group stays open, and the layers that select from its KV, score the keys that were published last,
     which are the last KV source's as they stood after the step before. Entries are still numbered and limited by the
     source's own ratio, and a step that has nothing to choose is unaffected (CASES 1).
+
+    ``compiled``: decode of one token of one sequence runs through a C++ compiler, which takes half a minute at the
+    first token. Raises ``CompilerError`` where there is none.
     """
 
-    def __init__(self, model: Model, packed: bool = True, undo: int = 8, stale_keys: bool = False) -> None:
-        self.model, self.packed, self.undo, self.stale_keys = model, packed, undo, stale_keys
+    def __init__(
+        self,
+        model: Model,
+        packed: bool = True,
+        undo: int = 8,
+        stale_keys: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.model, self.packed, self.undo, self.stale_keys, self.compiled = model, packed, undo, stale_keys, compiled
+        if compiled:
+            check_compiler(model.device)
 
     @torch.no_grad()
     def prefill(
@@ -151,10 +164,11 @@ class Engine:
         parts, n = cache.split(ids), ids.shape[1]
         rows = ids if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).unsqueeze(0)
         stale = self.stale_keys and n == 1
-        done = run_layers(model, model.begin(rows), cache.lanes, 0, len(model.layers), stale, record)
+        with compiled_steps(self.compiled and ids.numel() == 1):
+            done = run_layers(model, model.begin(rows), cache.lanes, 0, len(model.layers), stale, record)
+            logits = model.logits(done.residual).flatten(0, 1).split([part.numel() for part in parts])
         for lane, part in zip(cache.lanes, parts, strict=True):
             lane.advance(part)
-        logits = model.logits(done.residual).flatten(0, 1).split([part.numel() for part in parts])
         joined = cache.join([part.unflatten(0, (-1, n)) for part in logits])
         return State(cache, cache.snapshot(), joined, tuple(cache.lengths), state.skipped, model)
 

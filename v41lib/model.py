@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from v41lib.config import Config, TextConfig
 from v41lib.nn.attention import Attention, Record
-from v41lib.nn.hyper import HyperConnection, collapse, expand
+from v41lib.nn.compiled import token_wise
+from v41lib.nn.hyper import HyperConnection, Mix, collapse, expand
 from v41lib.nn.linear import Linear
 from v41lib.nn.moe import MoE
 from v41lib.nn.norm import RMSNorm
@@ -68,24 +69,40 @@ class Block(nn.Module):
         attend: Attend | None = None,
     ) -> tuple[Residual, Shared]:
         """One layer on all rows. ``attend`` replaces attention over the whole sequence, as an engine needs it."""
-        x = residual.streams
         note = record or (lambda name, value: None)
-        mix = self.hc_attn(x)
-        attn_in = self.attention_input(residual)
+        attn_in, mix = self.before_attention(residual.streams, residual.pre)
         note("attn_in", attn_in)
         attn_out, shared = attend(attn_in, shared) if attend else self.attn(attn_in, shared, record)
         note("attn_out", attn_out)
-        x, pre = expand(x, attn_out, mix.post, mix.comb), mix.pre
-
-        mix = self.hc_ffn(x)
-        ffn_in = self.ffn_norm(collapse(x, pre))
+        streams, pre, ffn_in, ffn_out, experts = self.after_attention(residual.streams, attn_out, mix, is_image)
         note("ffn_in", ffn_in)
-        ffn_out, route = self.ffn(ffn_in, is_image)
-        note("route", route.experts)
+        note("route", experts)
         note("ffn_out", ffn_out)
-        x = expand(x, ffn_out, mix.post, mix.comb)
-        note("streams", x)
-        return Residual(x, mix.pre), shared
+        note("streams", streams)
+        return Residual(streams, pre), shared
+
+    @token_wise
+    def before_attention(
+        self, streams: Float[Tensor, "B S R M"], pre: Float[Tensor, "B S R"]
+    ) -> tuple[Float[Tensor, "B S M"], Mix]:
+        """Attention's input, and the coefficients that will spread its output."""
+        mix: Mix = self.hc_attn(streams)
+        return self.attention_input(Residual(streams, pre)), mix
+
+    @token_wise
+    def after_attention(
+        self,
+        streams: Float[Tensor, "B S R M"],
+        attn_out: Float[Tensor, "B S M"],
+        mix: Mix,
+        is_image: Bool[Tensor, "B S"] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The rest of the layer: the new streams and their pre; the experts' input, output and choice for a trace."""
+        streams, pre = expand(streams, attn_out, mix.post, mix.comb), mix.pre
+        mix = self.hc_ffn(streams)
+        ffn_in = self.ffn_norm(collapse(streams, pre))
+        ffn_out, route = self.ffn(ffn_in, is_image)
+        return expand(streams, ffn_out, mix.post, mix.comb), mix.pre, ffn_in, ffn_out, route.experts
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -158,7 +175,7 @@ class Model(nn.Module):
 
     def begin(self, ids: Int[Tensor, "B S"]) -> Encoded:
         """The state before layer 0: the embedding in every stream; the first sublayer reads stream 0 (SPEC 3)."""
-        streams = self.embed(ids).unsqueeze(2).expand(-1, -1, self.config.text.hc_mult, -1)
+        streams = self.embed(ids).unsqueeze(2).repeat(1, 1, self.config.text.hc_mult, 1)
         pre = torch.zeros(*ids.shape, self.config.text.hc_mult, device=ids.device)
         pre[..., 0] = 1.0
         is_image = ids == self.config.image_token_id
@@ -182,7 +199,11 @@ class Model(nn.Module):
 
     def logits(self, residual: Residual) -> Float[Tensor, "B S V"]:
         """The head on what leaves the last layer: collapse with the carried pre, final norm, FP32 matrix (SPEC 3)."""
-        out: Tensor = self.head(self.norm(collapse(residual.streams, residual.pre)).float())
+        return self._logits(residual.streams, residual.pre)
+
+    @token_wise
+    def _logits(self, streams: Tensor, pre: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(collapse(streams, pre)).float())
         return out
 
     @torch.no_grad()

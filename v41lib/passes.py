@@ -73,7 +73,7 @@ def _attend_lane(
     attn, start, ring = block.attn, lane.length, lane.rings[block.plan.layer]
     if block.plan.owns_kv and (shared.kv is None or shared.kv.owner != block.plan.layer):
         shared = publish(block, x, shared, lane, stale_keys)
-    window = attn.window_kv(x, torch.arange(start, start + x.shape[1], device=x.device))
+    window = attn.window_kv(x, range(start, start + x.shape[1]))
     out, shared = attn.attend_rows(x, start, torch.cat((ring.before(start), window), dim=1), shared, record)
     ring.write(start, window)
     return out, shared

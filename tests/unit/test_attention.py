@@ -17,6 +17,7 @@ from tests.unit.reference import Reference, check_trace
 from tests.unit.support import configs, random_model, released_weights, small_config, tokens
 from v41lib import Config, Model
 from v41lib.nn.attention import attend, softmax_with_sink
+from v41lib.nn.indexer import gather_rows
 from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
 from v41lib.trace import diff_traces
 
@@ -93,7 +94,7 @@ def test_attend_equals_a_dense_softmax_over_everything(data: st.DataObject, seed
         [torch.randperm(far, generator=torch.Generator().manual_seed(seed + n))[:picks] for n in range(batch * length)]
     ).view(batch, length, picks)
     entries = torch.where(random(batch, length, picks, seed=seed + 3) > 0.5, -1, entries)
-    out = attend(q, window, in_window, sink, main, entries)
+    out = attend(q, window, in_window, sink, gather_rows(main, entries), entries)
     for b in range(batch):
         for s in range(length):
             rows = [window[b, t] for t in range(near) if in_window[s, t]]
@@ -110,7 +111,8 @@ def test_attend_equals_a_dense_softmax_over_everything(data: st.DataObject, seed
 def test_an_entry_that_is_absent_is_not_entry_zero() -> None:
     q, window, main = random(1, 1, 1, 4), random(1, 1, 4), 100 * random(1, 3, 4)
     alone = attend(q, window, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1))
-    absent = attend(q, window, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1), main, torch.full((1, 1, 2), -1))
+    nothing = torch.full((1, 1, 2), -1)
+    absent = attend(q, window, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1), gather_rows(main, nothing), nothing)
     assert torch.equal(alone, absent)
 
 

@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
+from v41lib.nn.compiled import token_wise
 from v41lib.nn.compressor import Compressor, pad_entries, visible_entries
 from v41lib.nn.indexer import Indexer, block_entries, candidate_blocks, gather_rows, select_among, select_everywhere
 from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
-from v41lib.nn.quant import Packed, straight_through, values
-from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation
+from v41lib.nn.quant import straight_through, values
+from v41lib.nn.rope import Rotation, layer_frequencies, rotate, rotation, rotation_over
 from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
 from v41lib.plan import LayerPlan
 
@@ -40,31 +41,29 @@ def softmax_with_sink(logits: Float[Tensor, "... H T"], sink: Float[Tensor, " H"
 def attend(
     q: Float[Tensor, "B S H D"],
     window: Float[Tensor, "B T D"],
-    in_window: Bool[Tensor, "S T"],
+    in_window: Bool[Tensor, "S T"] | None,
     sink: Float[Tensor, " H"],
-    main: Float[Tensor, "B C D"] | Packed | None = None,
+    far: Float[Tensor, "B S K D"] | None = None,
     entries: Int[Tensor, "B S K"] | None = None,
 ) -> Float[Tensor, "B S H D"]:
     """Joint attention of a block of queries (SPEC 4).
 
-    ``window`` are raw keys, ``in_window`` true where a query sees one; ``main`` are compressed entries, of which each
-    query sees its ``entries`` (-1 absent); ``sink`` joins the denominator only.
+    ``window`` are raw keys, ``in_window`` true where a query sees one (None: everywhere); ``far`` are each query's own
+    compressed rows, those of its ``entries`` (-1 absent); ``sink`` joins the denominator only.
     """
     batch, length, heads, width = q.shape
     scale = width**-0.5
     flat = q.reshape(batch, length * heads, width)
     near = (flat @ window.transpose(1, 2)).float().unflatten(1, (length, heads)) * scale
-    logits = near.masked_fill(~in_window.unsqueeze(1), -torch.inf)
-    far_rows = None
-    if main is not None and entries is not None and entries.shape[-1]:
-        far_rows = gather_rows(main, entries)
-        far = (q @ far_rows.transpose(2, 3)).float() * scale
-        logits = torch.cat((logits, far.masked_fill(entries.unsqueeze(2) < 0, -torch.inf)), dim=-1)
+    logits = near if in_window is None else near.masked_fill(~in_window.unsqueeze(1), -torch.inf)
+    if far is not None and entries is not None:
+        products = (q @ far.transpose(2, 3)).float() * scale
+        logits = torch.cat((logits, products.masked_fill(entries.unsqueeze(2) < 0, -torch.inf)), dim=-1)
     weights = softmax_with_sink(logits, sink).to(q.dtype)
     near_weights = weights[..., : window.shape[1]].flatten(1, 2)
     out = (near_weights @ window).unflatten(1, (length, heads))
-    if far_rows is not None:
-        out = out + weights[..., window.shape[1] :] @ far_rows
+    if far is not None:
+        out = out + weights[..., window.shape[1] :] @ far
     return out
 
 
@@ -88,13 +87,27 @@ class Attention(nn.Module):
         if plan.selects:
             self.indexer = Indexer(text, plan.owns_kv, dtype)
 
-    def rotation_at(self, positions: Tensor) -> Rotation:
+    def rotation_at(self, positions: Tensor | range) -> Rotation:
         """This layer's rotation at ``positions``; windows and compressed entries share one table."""
-        return rotation(positions, layer_frequencies(self.text, self.plan.ratio, positions.device))
+        freqs = layer_frequencies(self.text, self.plan.ratio, self.attn_sink.device)
+        return rotation_over(positions, freqs) if isinstance(positions, range) else rotation(positions, freqs)
 
-    def window_kv(self, x: Float[Tensor, "B S M"], positions: Int[Tensor, " S"]) -> Float[Tensor, "B S D"]:
+    @token_wise
+    def _window_kv(self, x: Tensor, by: Rotation) -> Tensor:
+        return straight_through(rotate(self.kv_norm(self.wkv(x)), by), "fp8")
+
+    @token_wise
+    def queries(
+        self, x: Float[Tensor, "B S M"], by: Rotation
+    ) -> tuple[Float[Tensor, "B S Q"], Float[Tensor, "B S H D"]]:
+        """The query latent, which the indexer reads as well, and the rotated queries."""
+        latent = self.q_norm(self.wq_a(x))
+        heads = self.wq_b(latent).unflatten(-1, (-1, self.text.head_dim))
+        return latent, rotate(heads, by)
+
+    def window_kv(self, x: Float[Tensor, "B S M"], positions: Int[Tensor, " S"] | range) -> Float[Tensor, "B S D"]:
         """The layer's own window KV: projected, normed, rotated, rounded to FP8 (rotary part included)."""
-        return straight_through(rotate(self.kv_norm(self.wkv(x)), self.rotation_at(positions)), "fp8")
+        return self._window_kv(x, self.rotation_at(positions))
 
     def compressed(
         self, latent: Float[Tensor, "B C D"], first: int = 0
@@ -123,7 +136,7 @@ class Attention(nn.Module):
         """
         if self.plan.owns_kv and (shared.kv is None or shared.kv.owner != self.plan.layer):
             shared = shared.publish(self.publish(x))
-        window = self.window_kv(x, torch.arange(x.shape[1], device=x.device))
+        window = self.window_kv(x, range(x.shape[1]))
         return self.attend_rows(x, 0, window, shared, record)
 
     def attend_rows(
@@ -146,13 +159,13 @@ class Attention(nn.Module):
         outputs, selections, pools, counts = [], [], [], []
         for first, last in self._blocks(x, kv):
             positions = torch.arange(start + first, start + last, device=x.device)
-            by = self.rotation_at(positions)
+            by = self.rotation_at(range(start + first, start + last))
             by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))  # one more axis, for the heads
-            q_latent = self.q_norm(self.wq_a(x[:, first:last]))
+            q_latent, q = self.queries(x[:, first:last], by)
             entries = None
             if kv is not None:
-                visible = visible_entries(positions, plan.ratio)
                 if plan.selects:
+                    visible = visible_entries(positions, plan.ratio)
                     entries, pool, scores = self._select(
                         x[:, first:last], q_latent, by, kv, visible, shared, slice(first, last)
                     )
@@ -162,15 +175,17 @@ class Attention(nn.Module):
                         counts.append((scores > -torch.inf).sum(-1))
                 else:
                     entries = shared.selection_of(plan.index_owner).entries[:, first:last]
-                entries = entries[..., : int(visible[-1])]  # ascending, so what is cut is absent for all these queries
-            q = rotate(self.wq_b(q_latent).unflatten(-1, (-1, self.text.head_dim)), by)
+                # Ascending, so what is cut is absent for all these queries.
+                entries = entries[..., : (start + last) // plan.ratio]
             oldest = max(before + first - width + 1, 0)
-            keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
-            age = positions.unsqueeze(1) - keys
-            in_window = (age >= 0) & (age < width)
-            main = None if kv is None else kv.main
-            out = attend(q, window[:, oldest : before + last], in_window, self.attn_sink, main, entries)
-            outputs.append(self._project(rotate(out, by, inverse=True)))
+            near, in_window, far = window[:, oldest : before + last], None, None
+            if last - first > 1:  # a single query sees every key from the oldest on
+                keys = torch.arange(oldest, before + last, device=x.device) + (start - before)
+                age = positions.unsqueeze(1) - keys
+                in_window = (age >= 0) & (age < width)
+            if kv is not None and entries is not None and entries.shape[-1]:
+                far = gather_rows(kv.main, entries)
+            outputs.append(self.read(q, near, in_window, far, entries, by))
 
         if selections:
             shared = shared.publish(Selection(plan.layer, torch.cat(selections, dim=1)))
@@ -180,6 +195,20 @@ class Attention(nn.Module):
         if record:
             self._record(record, window[:, before:], start, shared, counts)
         return torch.cat(outputs, dim=1), shared
+
+    @token_wise
+    def read(
+        self,
+        q: Float[Tensor, "B S H D"],
+        window: Float[Tensor, "B T D"],
+        in_window: Bool[Tensor, "S T"] | None,
+        far: Float[Tensor, "B S K D"] | None,
+        entries: Int[Tensor, "B S K"] | None,
+        by: Rotation,
+    ) -> Float[Tensor, "B S M"]:
+        """What the heads read, rotated back and projected."""
+        out = attend(q, window, in_window, self.attn_sink, far, entries)
+        return self._project(rotate(out, by, inverse=True))
 
     def _project(self, out: Tensor) -> Tensor:
         """``[B,S,H,D] -> [B,S,M]``: a block-diagonal projection, one block a group of heads, then one back to M."""

@@ -30,8 +30,14 @@ def sinkhorn(logits: Float[Tensor, "N R R"], iterations: int, eps: float) -> Flo
     Softmax over the output axis, one column normalisation, then ``iterations - 1`` times (row, column). Columns are
     sums over the input axis; they come last, so they sum to one to rounding, the rows only nearly.
     """
-    streams = logits.shape[-1]
-    comb, few = (logits.softmax(-1) + eps).flatten(1), torch.full((1,), eps, device=logits.device)
+    streams, comb = logits.shape[-1], logits.softmax(-1) + eps
+    if torch.compiler.is_compiling():  # loops over so few numbers are what a compiler unrolls
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        for _ in range(iterations - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + eps)
+            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        return comb
+    comb, few = comb.flatten(1), torch.full((1,), eps, device=logits.device)
     of_row, of_column = _sums(streams, logits.device)
     comb = comb / torch.addmm(few, comb, of_column)
     for _ in range(iterations - 1):

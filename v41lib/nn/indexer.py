@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from v41lib.config import TextConfig
+from v41lib.nn.compiled import token_wise
 from v41lib.nn.compressor import pad_entries
 from v41lib.nn.linear import Linear
 from v41lib.nn.norm import RMSNorm
@@ -168,6 +169,7 @@ class Indexer(nn.Module):
         """Index keys from the latents *before* their rotation; not yet rounded to MXFP4."""
         return rotate(self.k_norm(self.wk(latent)), by)
 
+    @token_wise
     def queries(
         self, x: Float[Tensor, "B S M"], q_latent: Float[Tensor, "B S Q"], by: Rotation
     ) -> tuple[Float[Tensor, "B S H D_index"], Float[Tensor, "B S H"]]:

@@ -14,8 +14,11 @@ def linear(x: Float[Tensor, "... I"], weight: Float[Tensor, "O I"]) -> Float[Ten
     A BLAS reads a matrix for one vector with one thread and at half its speed; as a batch of two half matrices the
     same product is threaded and streams.
     """
-    single = x.numel() == x.shape[-1] and weight.shape[0] % 2 == 0
-    if single and weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.is_grad_enabled():
+    single = x.numel() == x.shape[-1]
+    if single and torch.compiler.is_compiling():  # a loop that a compiler fuses with what stands around it
+        return (x.float().unsqueeze(-2) * weight.float()).sum(-1).to(x.dtype)
+    halved = single and weight.shape[0] % 2 == 0 and weight.device.type == "cpu" and weight.dtype == torch.float32
+    if halved and not torch.is_grad_enabled():
         halves = weight.unflatten(0, (2, -1))
         return torch.bmm(halves, x.reshape(1, -1).T.expand(2, -1, 1)).reshape(*x.shape[:-1], -1)
     return F.linear(x, weight)

@@ -81,6 +81,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "N M"], route: Route) -> Float[Tensor, "N M"]:
         """The FP32 weighted sum of each token's experts, added in order of expert number."""
+        if len(x) == 1 and torch.compiler.is_compiling():
+            return self._of_one(x, route)
         chosen = route.experts.flatten()
         order = chosen.argsort(stable=True)
         tokens, weights = order // route.experts.shape[-1], route.weights.flatten()[order].unsqueeze(-1)
@@ -94,6 +96,14 @@ class Experts(nn.Module):
                 out.index_add_(0, rows, linear(hidden, self.w2[expert]).float() * weights[start : start + size])
                 start += size
         return out
+
+    def _of_one(self, x: Float[Tensor, "1 M"], route: Route) -> Float[Tensor, "1 M"]:
+        """:meth:`forward` for one token and a compiler, which reads the chosen matrices in place: nothing is copied."""
+        w1, w2, w3 = (weight[route.experts[0]].float() for weight in (self.w1, self.w2, self.w3))  # [K, out, in]
+        gate, up = ((weight * x.float()).sum(-1).to(x.dtype) for weight in (w1, w3))
+        hidden = clamped_swiglu(gate, up, self.limit).float().unsqueeze(-2)
+        out = (w2 * hidden).sum(-1).to(x.dtype).float()
+        return (out * route.weights.T).sum(0, keepdim=True)
 
 
 class MoE(nn.Module):

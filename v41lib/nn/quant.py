@@ -47,8 +47,8 @@ FORMATS = {"fp8": FP8, "mxfp4": MXFP4, "fp4": FP4}
 
 def power_of_two_above(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """``2^ceil(log2 x)`` for positive normal FP32, from the exponent bits: a floating log misses exact powers."""
-    mantissa, exponent = torch.frexp(x.float())  # x = mantissa * 2^exponent, 1/2 <= mantissa < 1
-    return torch.ldexp(torch.ones_like(mantissa), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    bits = x.float().view(torch.int32) + 0x7FFFFF  # any mantissa bit carries into the exponent
+    return (bits & 0x7F800000).view(torch.float32)
 
 
 def round_e4m3(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

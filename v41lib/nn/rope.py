@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,13 @@ def rotation(positions: Int[Tensor, ...], freqs: Float[Tensor, " pairs"]) -> Rot
     """The rotation at integer positions, its angles computed in FP32 as the release does."""
     angles = positions.float().unsqueeze(-1) * freqs
     return Rotation(angles.cos(), angles.sin())
+
+
+@lru_cache(maxsize=4)
+def rotation_over(positions: range, freqs: Tensor) -> Rotation:
+    """:func:`rotation` at consecutive positions, computed once for all the layers of a step."""
+    with torch.inference_mode(False):  # it is kept, and a later call may want a gradient
+        return rotation(torch.arange(positions.start, positions.stop, device=freqs.device), freqs)
 
 
 def rotate(x: Float[Tensor, "... D"], by: Rotation, inverse: bool = False) -> Float[Tensor, "... D"]:
