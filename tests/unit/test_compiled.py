@@ -14,8 +14,9 @@ from v41lib.nn.quant import FORMATS, Packed, round_trip
 
 def stored(state: State) -> list[bytes]:
     """The bytes of every row in a packed cache."""
-    rows = [ring._rows for ring in state.cache.rings]
-    rows += [kind for source in state.cache.sources.values() for kind in (source.main, source.keys)]
+    (lane,) = state.cache.lanes
+    rows = [ring._rows for ring in lane.rings]
+    rows += [kind for source in lane.sources.values() for kind in (source.main, source.keys)]
     packed = [kind.read() for kind in rows]
     return [part.numpy().tobytes() for p in packed if isinstance(p, Packed) for part in (p.elements, p.scales)]
 
