@@ -48,6 +48,9 @@ notebooks: ## only the notebook guard and the comparison of outputs
 accept: setup ## run the chapters and take their ci outputs into book/, on purpose
 	@$(V) tools/accept.py
 
+bench: setup-tests ## measure this machine, ten minutes: data/results/bench.json and the README's table
+	@$(V41) bench --accept
+
 lock: setup-tests ## lock requirements*.in again, keeping the pins; UPGRADE=1 takes the newest
 	@$(V) tools/lock.py $(if $(UPGRADE),--upgrade)
 

@@ -1,4 +1,4 @@
-"""Chapter 03: the global KV cache packed for real at released widths, and its bytes by owner."""
+"""Chapter 03: the engine's cache filled at released widths, and its bytes by owner."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from v41lib.accounting import lineage, memory
+from v41lib.cache import Lane
 from v41lib.config import released
 from v41lib.experiments.base import BaseParams
 from v41lib.nn.attention import Attention
-from v41lib.nn.quant import FP4, MXFP4, Packed, pack
-from v41lib.plan import LayerPlan, plan_layers
+from v41lib.plan import LayerPlan
 
 WINDOW_SHARE = 0.5  # of V4-Flash's persisted cache, by the report ("nearly half")
 
@@ -57,21 +57,26 @@ def inputs(tokens: int, params: Params) -> Tensor:
 
 
 @torch.no_grad()
-def packed_rows(plan: LayerPlan, tokens: int, params: Params) -> tuple[Packed, Packed]:
-    """Main KV and index keys of one source after ``tokens`` inputs, as the model makes them and a cache packs them."""
-    attention = source(plan, params)
-    main, keys = attention.compressed(attention.compressor(inputs(tokens, params)))
-    return pack(main, FP4), pack(keys, MXFP4)
+def filled(tokens: int, params: Params) -> Lane:
+    """The engine's own cache of the released model, its global KV filled by ``tokens`` inputs of every source."""
+    lane = Lane(released().text, [0], torch.zeros(1, device=params.device), undo=0)
+    for plan in lane.plans:
+        if plan.owns_kv:
+            attention, stored = source(plan, params), lane.sources[plan.layer]
+            main, keys = attention.compressed(attention.compressor(inputs(tokens, params)))
+            stored.main.write(0, main)
+            stored.keys.write(0, keys)
+    return lane
 
 
 @cache
 def by_owner(tokens: int, params: Params) -> pd.DataFrame:
-    """Pack every source's rows and weigh the storage: rows, main and index bytes, one line an owner."""
-    rows = []
-    for plan in plan_layers(released().text):
-        if plan.owns_kv:
-            main, keys = packed_rows(plan, tokens, params)
-            rows.append((plan.layer, plan.ratio, main.shape[1], main.nbytes, keys.nbytes))
+    """Fill the cache and weigh its storage: rows, main and index bytes, one line an owner."""
+    lane, rows = filled(tokens, params), []
+    sizes = lane.nbytes()
+    for layer, stored in lane.sources.items():
+        ratio = lane.plans[layer].ratio
+        rows.append((layer, ratio, stored.main.count, sizes[f"main.{layer}"], sizes[f"keys.{layer}"]))
     table = pd.DataFrame(rows, columns=["owner", "ratio", "rows", "main KV", "index keys"]).set_index("owner")
     return table.assign(bytes=table["main KV"] + table["index keys"])
 
