@@ -15,7 +15,7 @@ BOOTSTRAP = python=$$(sh tools/find_python.sh) && "$$python" tools/bootstrap.py
 SOURCES := v41lib tests tools book
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests book test check unit parity notebooks accept lock clean
+.PHONY: help setup setup-tests book test check unit parity notebooks accept bench lock clean
 
 help: ## this list
 	@echo "The V4.1 book"
@@ -49,7 +49,7 @@ accept: setup ## run the chapters and take their ci outputs into book/, on purpo
 	@$(V) tools/accept.py
 
 bench: setup-tests ## measure this machine, ten minutes: data/results/bench.json and the README's table
-	@$(V41) bench --accept
+	@.venv/bin/v41 bench --accept
 
 lock: setup-tests ## lock requirements*.in again, keeping the pins; UPGRADE=1 takes the newest
 	@$(V) tools/lock.py $(if $(UPGRADE),--upgrade)

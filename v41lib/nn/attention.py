@@ -89,7 +89,8 @@ class Attention(nn.Module):
 
     def rotation_at(self, positions: Tensor | range) -> Rotation:
         """This layer's rotation at ``positions``; windows and compressed entries share one table."""
-        freqs = layer_frequencies(self.text, self.plan.ratio, self.attn_sink.device)
+        device = self.attn_sink.device if isinstance(positions, range) else positions.device
+        freqs = layer_frequencies(self.text, self.plan.ratio, device)
         return rotation_over(positions, freqs) if isinstance(positions, range) else rotation(positions, freqs)
 
     @token_wise
