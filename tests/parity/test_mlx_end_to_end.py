@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parity
 # Found by `python -m tests.parity.screening NAME LENGTH SEEDS MARGIN`, at margins of 5e-7 and more. Length, then seeds.
 SCREENED: dict[str, tuple[int, tuple[int, ...]]] = {
     "tiny": (33, (0, 173, 199)),
-    "wide": (97, (312, 397, 1755)),
+    "wide": (97, (323, 397, 515)),
     "deep": (33, (495, 659, 927)),
     "ratio4-ratio3": (64, (39, 63, 172)),
 }
