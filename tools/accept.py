@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import yaml
@@ -66,17 +67,32 @@ def _substance(path: Path) -> list[object]:
 
 
 def accept_notebooks(runs: list[runner.Run]) -> list[str]:
-    """Writes each executed chapter over the stored one; returns the names of those that changed by it."""
+    """Writes each executed chapter over the stored one; returns the names of those that changed by it.
+
+    A chapter in which nothing but timings differs says the same as before and stays as it is.
+    """
     taken = []
     for run in runs:
         stored, executed = run.chapter.path, notebook.read(run.output)
         before = stored.read_bytes()
         if [cell.source for cell in notebook.read(stored).cells] != [cell.source for cell in executed.cells]:
             raise runner.RunError(f"{stored.name} was edited while it ran: make accept again")
-        notebook.write(notebook.normalise(executed), stored)
+        fresh = notebook.normalise(executed)
+        if _compared(fresh) == _compared(notebook.read(stored)):
+            continue
+        notebook.write(fresh, stored)
         if stored.read_bytes() != before:
             taken.append(stored.stem)
     return taken
+
+
+def _compared(chapter: Any) -> list[object]:
+    """What a reader can hold a chapter to: everything but the outputs of cells whose output is not compared."""
+    ignored = "nbval-ignore-output"
+    return [
+        {**cell, "outputs": bool(cell.outputs)} if cell.cell_type == "code" and ignored in notebook.tags(cell) else cell
+        for cell in chapter.cells
+    ]
 
 
 def main() -> None:

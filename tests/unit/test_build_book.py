@@ -171,6 +171,18 @@ def test_accepting_stores_the_plain_execution_once(run: runner.Run) -> None:
     assert accept.accept_notebooks([run]) == []
 
 
+@pytest.mark.parametrize(("tagged", "taken"), [(True, []), (False, ["01_x"])])
+def test_other_timings_alone_are_not_taken(run: runner.Run, tagged: bool, taken: list[str]) -> None:
+    accept.accept_notebooks([run])
+    for path, text in ((run.chapter.path, "1 s"), (run.output, "2 s")):
+        chapter = notebook.read(path)
+        cell = chapter.cells[0]
+        cell.outputs[0].text = text
+        cell.metadata["tags"] = ["nbval-ignore-output"] if tagged else []
+        notebook.write(chapter, path)
+    assert accept.accept_notebooks([run]) == taken
+
+
 def test_a_chapter_edited_while_it_ran_is_not_overwritten(run: runner.Run) -> None:
     edited = new_notebook(cells=[new_code_cell("print(2)")])
     notebook.write(edited, run.chapter.path)
