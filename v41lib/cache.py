@@ -162,7 +162,7 @@ class Lane:
 
     def __init__(self, text: TextConfig, rows: Sequence[int], like: Tensor, packed: bool = True, undo: int = 8) -> None:
         self.text, self.rows, self.packed, self.undo, self.length = text, list(rows), packed, undo, 0
-        self.plans, self._like = plan_layers(text), like
+        self.plans, self.like = plan_layers(text), like
         batch = len(self.rows)
         self.rings = self._new_rings(since=0)
         self.sources = {
@@ -182,7 +182,7 @@ class Lane:
     def _new_rings(self, since: int) -> list[Ring]:
         text = self.text
         rings = [
-            Ring(len(self.rows), text.head_dim, text.sliding_window, self.undo, self.packed, self._like)
+            Ring(len(self.rows), text.head_dim, text.sliding_window, self.undo, self.packed, self.like)
             for _ in self.plans
         ]
         for ring in rings:
@@ -212,10 +212,8 @@ class Lane:
 
     def check(self, point: Mark) -> None:
         """Raise ``CacheError`` when something that :meth:`restore` needs has been overwritten since."""
+        self.check_way(point)
         gone = f"the state of length {point.length} ({self}) is gone"
-        shorter = [length for length in self._rewinds[point.rewinds :] if length < point.length]
-        if shorter:
-            raise CacheError(f"{gone}: the cache went back to {min(shorter)} and took another way")
         for ring, since in zip(self.rings, point.since, strict=True):
             oldest = max(point.length - ring.window + 1, since, 0)
             if oldest < point.length and self._written > oldest + ring.capacity:
@@ -224,6 +222,15 @@ class Lane:
                     f"{ring.capacity} rows keeps a window of {ring.window} for at most "
                     f"{ring.capacity - ring.window + 1} more"
                 )
+
+    def check_way(self, point: Mark) -> None:
+        """Raise ``CacheError`` when the cache went back beyond a point and took another way since."""
+        shorter = [length for length in self._rewinds[point.rewinds :] if length < point.length]
+        if shorter:
+            raise CacheError(
+                f"the state of length {point.length} ({self}) is gone: the cache went back to {min(shorter)} and took "
+                "another way"
+            )
 
     def restore(self, point: Mark) -> None:
         """Go back to a point, exactly; errors as :meth:`check` says."""
@@ -307,16 +314,19 @@ class Cache:
         for lane, mark in zip(self.lanes, point, strict=True):
             lane.restore(mark)
 
-    def prefix(self, length: int | None = None) -> Cache:
+    def prefix(self, length: int | None = None, point: Snapshot | None = None) -> Cache:
         """What a prefix cache keeps of the first ``length`` tokens (all): a copy of the global KV and the ids alone.
 
-        Windows and open groups are dropped; an engine's ``resume`` rebuilds them. Raises ``CacheError`` when a
-        sequence is shorter.
+        With a ``point``, of the tokens up to it. Windows and open groups are dropped; an engine's ``resume`` rebuilds
+        them. Raises ``CacheError`` when a sequence is shorter, or the cache took another way since the point.
         """
-        for lane in self.lanes:
-            if length is not None and not 1 <= length <= lane.length:
-                raise CacheError(f"length = {length}: {lane} of the cache has 1 to {lane.length} tokens")
-        return Cache([lane.taken(list(range(len(lane.rows))), lane.rows, length or lane.length) for lane in self.lanes])
+        kept = []
+        for lane, mark in zip(self.lanes, point or self.snapshot(), strict=True):
+            lane.check_way(mark)
+            if length is not None and not 1 <= length <= mark.length:
+                raise CacheError(f"length = {length}: must be 1 to {mark.length}, the tokens of {lane}")
+            kept.append(lane.taken(list(range(len(lane.rows))), lane.rows, length or mark.length))
+        return Cache(kept)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by owner over all sequences, as :meth:`Lane.nbytes` names them."""

@@ -139,7 +139,7 @@ def bench(
 ) -> None:
     """Measure prefill, replay, decode and the indexer beside plain products on this machine, and beside mlx-lm.
 
-    The exit status is 1 when a bar is not met.
+    The exit status is 1 when the preset bench misses a bar on a CPU; elsewhere the bars are for reading.
     """
     from v41lib import bench as benchmark
     from v41lib.resources import data_path
@@ -159,7 +159,8 @@ def bench(
     if accept:
         result.save(data_path() / "results" / "bench.json")
         readme.write_text(benchmark.with_block(readme.read_text(), block))
-    if not all(benchmark.Bar(**bar).met for bar in result.bars):
+    promised = name == "bench" and device == "cpu"  # of other models and devices the bars are for reading
+    if promised and not all(benchmark.Bar(**bar).met for bar in result.bars):
         raise click.exceptions.Exit(1)
 
 

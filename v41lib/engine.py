@@ -56,6 +56,13 @@ class State:
             raise EngineError(f"the sequences have {list(self.lengths)} tokens: read lengths")
         return self.lengths[0]
 
+    def prefix(self, length: int | None = None) -> Cache:
+        """What a prefix cache keeps of this state's first ``length`` tokens (all), whatever was fed after it.
+
+        ``cache`` itself moves on with every later step. Errors as ``Cache.prefix`` says.
+        """
+        return self.cache.prefix(length, self.point)
+
     def log_probs(self, position: int | Sequence[int]) -> Float[Tensor, "B V"]:
         """Log-probabilities of what follows ``position``, one for all or one for each sequence.
 
@@ -111,6 +118,8 @@ class Engine:
         stale_keys: bool = False,
         compiled: bool = False,
     ) -> None:
+        if undo < 0:
+            raise EngineError(f"undo = {undo}: must not be negative")
         self.model, self.packed, self.undo, self.stale_keys, self.compiled = model, packed, undo, stale_keys, compiled
         if compiled:
             check_compiler(model.device)
@@ -175,7 +184,7 @@ class Engine:
     @torch.no_grad()
     def resume(
         self,
-        cache: Cache,
+        cache: Cache | State,
         ids: Int[Tensor, "B S"],
         windows: Windows = "kept",
         mode: Mode = "exact",
@@ -186,6 +195,8 @@ class Engine:
         lengths: Lengths | None = None,
     ) -> State:
         """Run ``ids`` behind the prefix of H tokens that ``cache`` holds, in a copy: the prefix may be hit again.
+
+        A :class:`State` stands for what its cache held at its point.
 
         Rows of global KV are reused and never written again. ``windows`` says where the window KV comes from:
 
@@ -206,8 +217,12 @@ class Engine:
             raise EngineError(f"windows = {windows!r}: must be one of {', '.join(get_args(Windows))}")
         if rerun_len is not None and (windows != "replay" or rerun_len < 1):
             raise EngineError(f"rerun_len = {rerun_len}: must be at least 1, and means something in windows='replay'")
-        if cache.text != self.model.config.text:
-            raise EngineError("this cache was made by a model of another configuration: it means nothing here")
+        if isinstance(cache, State):
+            if windows == "kept":
+                cache.cache.restore(cache.point)
+            cache = cache.cache if windows == "kept" else cache.prefix()
+        if any(lane.like is not self.model.embed.weight for lane in cache.lanes):
+            raise EngineError("this cache was made by another model: it means nothing here")
         if ids.shape[0] != cache.batch:
             raise EngineError(f"ids is {list(ids.shape)}: the cache holds a batch of {cache.batch}")
         if windows == "kept" and not all(lane.rings for lane in cache.lanes):
@@ -251,10 +266,12 @@ class Engine:
         """
         if max_new_tokens < 0:
             raise EngineError(f"max_new_tokens = {max_new_tokens}: must not be negative")
-        if temperature < 0 or not 0 < top_p <= 1:
+        if not temperature >= 0 or not 0 < top_p <= 1:
             raise EngineError(f"temperature = {temperature}, top_p = {top_p}: must be >= 0, and in (0, 1]")
         if isinstance(ids, State) and lengths is not None:
             raise EngineError("lengths are those of a prompt: a state knows its own")
+        if isinstance(ids, State) and ids.model is not self.model:
+            raise EngineError("this state was made by another model: its cache means nothing here")
         state = ids if isinstance(ids, State) else self.prefill(ids, mode, lengths=lengths)
         return self._stream(state, max_new_tokens, temperature, top_p, seed)
 
@@ -344,8 +361,9 @@ class Engine:
         model = self.model
         if mode not in get_args(Mode):
             raise EngineError(f"mode = {mode!r}: must be one of {', '.join(get_args(Mode))}")
-        if chunk is not None and chunk < 1:
-            raise EngineError(f"chunk = {chunk}: must be at least 1")
+        for name, value in (("chunk", chunk), ("replay_from", replay_from), ("replay_len", replay_len)):
+            if value is not None and (not isinstance(value, int) or value < (name != "replay_from")):
+                raise EngineError(f"{name} = {value}: must be an integer, and at least 1")
         if mode == "exact" and (replay_from, replay_len) != (None, None):
             raise EngineError("replay_from and replay_len mean something in mode='replay' only")
         first = model.cut if replay_from is None else replay_from
@@ -354,8 +372,6 @@ class Engine:
                 f"replay_from = {first}: must be {model.cut} to {len(model.layers) - 1}, at or after the last KV source"
             )
         kept = model.config.text.sliding_window if replay_len is None else replay_len
-        if kept < 1:
-            raise EngineError(f"replay_len = {kept}: must be at least 1")
         return Prefill(mode, CHUNK if chunk is None else chunk, first, kept)
 
     def _checked(self, ids: Tensor, lengths: Lengths | None) -> tuple[Tensor, list[int]]:
@@ -363,9 +379,11 @@ class Engine:
         if lengths is None or not isinstance(ids, Tensor) or ids.dim() != 2:
             ids = self.model.checked(ids)
             return ids, [ids.shape[1]] * ids.shape[0]
-        each = [int(length) for length in lengths]
-        if len(each) != ids.shape[0]:
-            raise EngineError(f"{len(each)} lengths: ids is {list(ids.shape)}, one length for each of its rows")
+        each = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        whole = isinstance(each, Sequence) and all(isinstance(own, int) and not isinstance(own, bool) for own in each)
+        if not whole or len(each) != ids.shape[0]:
+            raise EngineError(f"lengths = {lengths}: must be {ids.shape[0]} integers, one for each row of ids")
+        each = list(each)
         for row, length in enumerate(each):
             if not 1 <= length <= ids.shape[1]:
                 raise EngineError(f"lengths[{row}] = {length}: must be 1 to {ids.shape[1]}, the width of ids")

@@ -204,7 +204,14 @@ def keys_and_time(keys: pd.DataFrame, times: pd.DataFrame) -> Figure:
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(NARROW, 5.4), sharex=True)
     styles = zip(keys.columns, (ORANGE, BLUE, RED), ("s", "o", "D"), strict=True)
     for name, colour, mark in styles:
-        top.plot(keys.index, keys[name], color=colour, marker=mark, markersize=4, label=name)
+        top.plot(
+            keys.index,
+            keys[name],
+            color=colour,
+            marker=mark,
+            markersize=4,
+            label=f"layers {name}" if "," in name else f"layer {name}",
+        )
     top.set(ylabel="keys scored by one layer")
     top.set_title("How many keys does a layer score?")
     for name, colour, mark in (("full scan", BLUE, "o"), ("capped", RED, "D")):

@@ -77,7 +77,7 @@ def test_a_share_is_the_models_flops_at_its_rate_over_the_matmuls() -> None:
         ({"exact_8192": 700.0}, "beside 1,024 tokens, in tokens/s"),
         ({"memory": 2.6}, "peak memory"),
         ({"replay": 1600.0}, "replay beside"),
-        ({"decode_8192": 20.0}, "decode after 8,192"),
+        ({"decode_8192": 20.0}, "after 8,192 beside"),
         ({"decode_4096": 24.0}, "mlx-lm"),
         ({"capped_1048576": 3.0}, "capped indexer"),
     ],

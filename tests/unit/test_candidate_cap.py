@@ -34,7 +34,7 @@ def test_keys_by_hand() -> None:
     assert table.loc[16_384, "total"] == table.loc[16_384, "uncapped"]
     short = chapter.keys_in_short(table)
     assert list(short.columns) == [
-        "layers 2, 8, 14, each", "layer 20", "layers 24, 28, 32, 36, each", "all eight", "without the cap",
+        "2, 8, 14 each", "20", "24, 28, 32, 36 each", "all eight", "without the cap",
     ]  # fmt: skip
     assert list(short.loc[20_000]) == [10_000, 20_000, 16_384, 115_536, 130_000]
 

@@ -31,6 +31,17 @@ def test_the_split_is_exact_and_either_half_alone_is_nothing() -> None:
     assert table["bytes that crossed"].iloc[0] == 24 * row * 4
 
 
+def test_image_tokens_are_still_image_tokens_behind_the_cut() -> None:
+    config = preset("miniature")
+    model = Model(type(config).from_dict(config.to_dict() | {"image_token_id": 7}))
+    for block in model.blocks:
+        block.ffn.gate.bias_vl.data.normal_()
+    ids = torch.tensor([[1, 2, 7, 7, 7, 3, 4, 7, 5, 6]])
+    with torch.no_grad():
+        encoder, decoder = chapter.halves(model)
+        assert torch.equal(decoder.decode(chapter.carry(encoder.encode(ids))[0]), model(ids))
+
+
 def test_the_decoder_needs_the_global_kv() -> None:
     model = Model(preset("miniature"))
     encoded = model.encode(torch.arange(12).unsqueeze(0))
@@ -43,7 +54,7 @@ def test_the_decoder_needs_the_global_kv() -> None:
 def test_only_a_window_of_one_leaves_early_for_nothing() -> None:
     table = chapter.last_row_alone(PARAMS)
     assert table["exact"].tolist() == [True, False, False]
-    assert table["rows needed for exactness"].tolist() == [1, 2 + 19, 8 + 19 * 7]
+    assert table["rows that guarantee it"].tolist() == [1, 2 + 19, 8 + 19 * 7]
 
 
 def test_a_stored_prefix_by_hand() -> None:

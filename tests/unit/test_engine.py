@@ -200,3 +200,52 @@ def test_states_and_prompts_that_do_not_fit_are_refused(tiny: Golden, wide: Gold
         Engine(short).decode(Engine(short).prefill(tiny.ids[:, :5]), tiny.ids[:, 5:7])
     with pytest.raises(EngineError, match="temperature"):
         engine.generate(tiny.ids, 1, temperature=-1.0)
+
+
+def test_a_states_prefix_is_its_own_whatever_came_after(golden: Golden) -> None:
+    engine = Engine(golden.model, packed=False)
+    root = engine.prefill(golden.ids[:, :10])
+    first = engine.decode(root, golden.ids[:, 10:13])
+    list(engine.generate(root, 4))  # the cache has moved on, another way
+    assert root.prefix().lengths == [10] and root.cache.lengths != [10]
+    resumed = engine.resume(root, golden.ids[:, 10:13], windows="exact")
+    assert worst(resumed.logits[:, -1], engine.prefill(golden.ids[:, :13]).logits[:, -1]) < 1e-5
+    kept = engine.resume(root, golden.ids[:, 10:13])
+    assert worst(kept.logits, resumed.logits) < 1e-5
+    with pytest.raises(CacheError, match="took another way"):
+        first.prefix()
+    with pytest.raises(CacheError, match="length = 11: must be 1 to 10"):
+        root.prefix(11)
+
+
+def test_another_model_of_the_same_configuration_is_another_model(tiny: Golden) -> None:
+    other = v41lib.Model(tiny.model.config, seed=7)
+    state = Engine(tiny.model).prefill(tiny.ids[:, :5])
+    with pytest.raises(EngineError, match="cache was made by another model"):
+        Engine(other).resume(state, tiny.ids[:, 5:6])
+    with pytest.raises(EngineError, match="state was made by another model"):
+        Engine(other).generate(state, 1)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1.5, 2), torch.tensor([1.0, 2.0]), torch.tensor([[1], [2]]), 2, (True, True), (1,)]
+)
+def test_lengths_that_are_not_one_integer_a_row_are_refused(tiny: Golden, lengths: object) -> None:
+    with pytest.raises(EngineError, match="must be 2 integers, one for each row of ids"):
+        Engine(tiny.model).prefill(tiny.ids[:, :4].repeat(2, 1), lengths=lengths)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [({"chunk": 2.5}, "chunk = 2.5: must be an integer"), ({"mode": "replay", "replay_len": 2.5}, "replay_len = 2.5")],
+)
+def test_counts_must_be_integers(tiny: Golden, arguments: dict[str, object], complaint: str) -> None:
+    with pytest.raises(EngineError, match=complaint):
+        Engine(tiny.model).prefill(tiny.ids, **arguments)  # type: ignore[arg-type]
+
+
+def test_what_an_engine_and_a_draw_cannot_be(tiny: Golden) -> None:
+    with pytest.raises(EngineError, match="undo = -1"):
+        Engine(tiny.model, undo=-1)
+    with pytest.raises(EngineError, match="temperature = nan"):
+        Engine(tiny.model).generate(tiny.ids, 1, temperature=float("nan"))

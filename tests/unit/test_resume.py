@@ -188,7 +188,7 @@ def test_a_prefix_cache_keeps_neither_windows_nor_open_groups(golden: Golden, hi
     assert cache.prefix(5).nbytes() == engine.prefill(golden.ids[:, :5]).cache.prefix().nbytes()
     with pytest.raises(EngineError, match="keeps none; use 'replay' to rebuild them approximately or 'exact' exactly"):
         engine.resume(prefix, golden.ids[:, hit:])
-    with pytest.raises(CacheError, match=f"length = {hit + 1}: sequence 0 of the cache has 1 to {hit} tokens"):
+    with pytest.raises(CacheError, match=f"length = {hit + 1}: must be 1 to {hit}, the tokens of sequence 0"):
         cache.prefix(hit + 1)
 
 
@@ -272,7 +272,7 @@ def test_what_cannot_be_resumed_is_refused(tiny: Golden, arguments: dict[str, An
 
 def test_a_prefix_that_does_not_fit_the_model_is_refused(tiny: Golden, wide: Golden) -> None:
     prefix = Engine(tiny.model).prefill(tiny.ids[:, :10]).cache.prefix()
-    with pytest.raises(EngineError, match="made by a model of another configuration"):
+    with pytest.raises(EngineError, match="made by another model"):
         Engine(wide.model).resume(prefix, wide.ids[:, :1], "replay")
     model = random_model(small_config(max_position_embeddings=6))
     prefix = Engine(model).prefill(tokens(5)).cache.prefix()

@@ -85,8 +85,8 @@ def keys_in_short(table: pd.DataFrame) -> pd.DataFrame:
     for plan in plans:
         capped = plan.candidate_role == "consumer"
         alike = [p.layer for p in plans if p.ratio == plan.ratio and (p.candidate_role == "consumer") == capped]
-        each = ", each" if len(alike) > 1 else ""
-        groups[f"layer{'s' if each else ''} {', '.join(map(str, alike))}{each}"] = alike[0]
+        each = " each" if len(alike) > 1 else ""
+        groups[f"{', '.join(map(str, alike))}{each}"] = alike[0]
     short = pd.DataFrame({name: table[layer] for name, layer in groups.items()})
     return short.assign(**{"all eight": table["total"], "without the cap": table["uncapped"]})
 

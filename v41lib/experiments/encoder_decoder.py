@@ -86,15 +86,19 @@ def halves(model: Model) -> tuple[Model, Model]:
 
 
 def carry(encoded: Encoded) -> tuple[Encoded, int]:
-    """What crosses the cut, written to bytes and read back: the residual and one global KV; and its tensors' bytes."""
+    """What crosses the cut, written to bytes and read back, and its tensors' bytes.
+
+    The residual, one global KV, and which tokens are of an image, if any are.
+    """
     residual, kv = encoded.residual, encoded.shared.kv
     assert kv is not None  # the cut is where one is published
-    parts = [part for part in (residual.streams, residual.pre, kv.main, kv.index_keys) if isinstance(part, Tensor)]
+    parts = (residual.streams, residual.pre, kv.main, kv.index_keys, encoded.is_image)
     wire = io.BytesIO()
-    torch.save((residual, kv), wire)
+    torch.save((residual, kv, encoded.is_image), wire)
     wire.seek(0)
-    residual, kv = torch.load(wire, weights_only=False)
-    return Encoded(residual, Shared(kv=kv)), sum(part.numel() * part.element_size() for part in parts)
+    residual, kv, is_image = torch.load(wire, weights_only=False)
+    size = sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+    return Encoded(residual, Shared(kv=kv), is_image), size
 
 
 @cache
@@ -150,7 +154,7 @@ def last_row_alone(params: Params) -> pd.DataFrame:
         alone = engine.prefill(ids, mode="replay", replay_len=1).logits
         rows[window] = {
             "exact": bool((exact - alone).abs().max() < 1e-4),
-            "rows needed for exactness": window + (len(model.layers) - model.cut - 1) * (window - 1),
+            "rows that guarantee it": window + (len(model.layers) - model.cut - 1) * (window - 1),
         }
     return pd.DataFrame(rows).T.rename_axis("window")
 
