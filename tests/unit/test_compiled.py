@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import sysconfig
 from functools import cache
 
@@ -28,7 +30,8 @@ def stored(state: State) -> list[bytes]:
 @cache
 def can_compile() -> bool:
     """Whether this machine can: found out without the code under test, which could otherwise skip its own tests."""
-    command = ["c++", "-fsyntax-only", "-x", "c++", "-I", sysconfig.get_path("include"), "-"]
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    command = [*name.split(), "-fsyntax-only", "-x", "c++", "-I", sysconfig.get_path("include"), "-"]
     try:
         return subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False).returncode == 0
     except FileNotFoundError:
