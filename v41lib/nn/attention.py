@@ -209,9 +209,9 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B S M"]:
         """What the heads read, rotated back and projected."""
         out = attend(q, window, in_window, self.attn_sink, far, entries)
-        return self._project(rotate(out, by, inverse=True))
+        return self.project(rotate(out, by, inverse=True))
 
-    def _project(self, out: Tensor) -> Tensor:
+    def project(self, out: Float[Tensor, "B S H D"]) -> Float[Tensor, "B S M"]:
         """``[B,S,H,D] -> [B,S,M]``: a block-diagonal projection, one block a group of heads, then one back to M."""
         groups = out.flatten(2).unflatten(-1, (self.text.o_groups, -1))
         weight = self.wo_a.weight.unflatten(0, (self.text.o_groups, -1))

@@ -88,12 +88,14 @@ class Experts(nn.Module):
         tokens, weights = order // route.experts.shape[-1], route.weights.flatten()[order].unsqueeze(-1)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         start = 0
-        for expert, size in enumerate(chosen.bincount(minlength=len(self.w1)).tolist()):
+        matrices = zip(self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)  # one gradient for each stack
+        sizes = chosen.bincount(minlength=len(self.w1)).tolist()
+        for size, (w1, w2, w3) in zip(sizes, matrices, strict=True):
             if size:
                 rows = tokens[start : start + size]
                 inputs = x.index_select(0, rows)
-                hidden = clamped_swiglu(linear(inputs, self.w1[expert]), linear(inputs, self.w3[expert]), self.limit)
-                out.index_add_(0, rows, linear(hidden, self.w2[expert]).float() * weights[start : start + size])
+                hidden = clamped_swiglu(linear(inputs, w1), linear(inputs, w3), self.limit)
+                out.index_add_(0, rows, linear(hidden, w2).float() * weights[start : start + size])
                 start += size
         return out
 
