@@ -132,7 +132,7 @@ def test_a_folder_without_text_or_without_a_split_is_refused(tmp_path: Path) -> 
         corpus(folder=tmp_path)
     (tmp_path / "one.txt").write_text("one")
     with pytest.raises(ValueError, match="none of the 1 text files falls to the split heldout"):
-        corpus(("one",), tmp_path)  # packages do not matter here, but the cache knows (folder) already
+        corpus(folder=tmp_path)
 
 
 # --- what all batches have in common

@@ -227,8 +227,8 @@ def _plain(ids: Int64[Tensor, "B S+1"]) -> Batch:
 def pure_recall(rows: int, length: int, generator: torch.Generator, keys: int = 8) -> Batch:
     """Nothing but pairs ``k v``: each row has its own ``keys`` keys, and a key seen before is a question.
 
-    Half of the rows begin with a filler byte, so that pairs begin at even and at odd places equally often. Weight 0
-    but on answers. Raises ``ValueError`` for no rows, no length, and more keys than there are.
+    A filler byte begins half of the rows, by chance, so that pairs begin at even and at odd places equally often.
+    Weight 0 but on answers. Raises ``ValueError`` for no rows, no length, and more keys than there are.
     """
     _check_counts("pure_recall", rows, length, keys=keys)
     names = _distinct(KEYS, rows, keys, generator)
@@ -289,8 +289,9 @@ def pure_two_hop(rows: int, length: int, generator: torch.Generator, chains: int
     """Chains ``k -> v -> w``: every fact ``k v`` and ``v w`` once, then facts and questions ``ASK k w`` at random.
 
     ``answer`` marks the two-hop answers, ``hop`` the second symbols of facts told again; both weigh 4, all else 0.
-    Half of the rows begin with a filler byte. Raises ``ValueError`` for no rows, more chains than there are symbols,
-    and a length that does not hold the facts and one question.
+    A filler byte begins half of the rows, by chance. A question may come again in a row, and can then be answered from
+    its first answer. Raises ``ValueError`` for no rows, more chains than there are symbols, and a length that does not
+    hold the facts and one question.
     """
     _check_counts("pure_two_hop", rows, length, chains=chains)
     if length < 4 * chains + 3:
