@@ -353,12 +353,12 @@ class Config(_Section):
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
-PRESETS = ("tiny", "wide", "miniature", "bench")
+PRESETS = ("tiny", "wide", "miniature", "bench", "main", "capped")
 
 
 def preset(name: str) -> Config:
     """A small configuration that ships with the library: ``tiny`` and ``wide`` (the golden fixtures), ``miniature``
-    (the released schedule of 40 layers at small widths) and ``bench``.
+    (the released schedule of 40 layers at small widths), ``bench``, and ``main`` and ``capped``, which are trained.
 
     Raises ``ValueError`` for another name.
     """

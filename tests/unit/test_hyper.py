@@ -234,3 +234,46 @@ def test_norm_multiplies_the_weight_before_the_cast_back() -> None:
 def test_eps_is_inside_the_root() -> None:
     norm = RMSNorm(4, 3.0)
     assert norm(torch.ones(4)).tolist() == pytest.approx([0.5] * 4)
+
+
+@pytest.mark.parametrize("length", [3, 50])
+def test_gradients_by_hand_are_those_of_the_plain_formulas(length: int) -> None:
+    torch.manual_seed(length)
+    streams, width = 4, 6
+    x, out = torch.randn(2, length, streams, width), torch.randn(2, length, width)
+    pre, post, comb = (torch.rand(2, length, streams, *more) for more in ((), (), (streams,)))
+    logits = 3 * torch.randn(2 * length, streams, streams)
+    fn = torch.randn(24, streams * width)
+
+    def plain_sinkhorn(logits: torch.Tensor) -> torch.Tensor:
+        comb = logits.softmax(-1) + 1e-6
+        for step in range(39):
+            comb = comb / (comb.sum(-2 + step % 2, keepdim=True) + 1e-6)
+        return comb
+
+    def plain_projection(flat: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
+        return flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-20)
+
+    cases = [
+        (collapse, lambda x, pre: torch.einsum("bsrm,bsr->bsm", x, pre), (x, pre)),
+        (
+            expand,
+            lambda x, out, post, comb: (
+                post.unsqueeze(-1) * out.unsqueeze(-2) + torch.einsum("bsij,bsim->bsjm", comb, x)
+            ),
+            (x, out, post, comb),
+        ),
+        (lambda logits: sinkhorn(logits, 20, 1e-6), plain_sinkhorn, (logits,)),
+        (lambda flat, fn: project(flat, fn, 1e-20), plain_projection, (x.flatten(2), fn)),
+    ]
+    for ours, theirs, inputs in cases:
+        results = []
+        for function in (ours, theirs):
+            leaves = [value.clone().requires_grad_() for value in inputs]
+            value = function(*leaves)
+            towards = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+            results.append((value, *torch.autograd.grad(value, leaves, towards)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(*inputs), results[1][0], atol=2e-5, rtol=1e-4)

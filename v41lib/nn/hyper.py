@@ -108,7 +108,7 @@ class HyperConnection(nn.Module):
 
     def forward(self, x: Float[Tensor, "B S R M"]) -> Mix:
         batch, length, streams, _ = x.shape
-        raw = _project(x.flatten(2).float(), self.fn, self.norm_eps)
+        raw = project(x.flatten(2).float(), self.fn, self.norm_eps)
         sizes = (streams, streams, streams * streams)
         scale = torch.cat([factor.expand(size) for factor, size in zip(self.scale, sizes, strict=True)])
         pre, post, comb = torch.addcmul(self.base, raw, scale).split(sizes, dim=-1)
@@ -120,7 +120,7 @@ class HyperConnection(nn.Module):
         )
 
 
-def _project(flat: Tensor, fn: Tensor, eps: float) -> Tensor:
+def project(flat: Float[Tensor, "B S RM"], fn: Float[Tensor, "P RM"], eps: float) -> Float[Tensor, "B S P"]:
     """``fn`` applied to normed streams. The norm has no weight, so its factor may follow the projection."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raw: Tensor = _Project.apply(flat, fn, eps)
@@ -134,7 +134,7 @@ def _norm_factor(flat: Tensor, eps: float) -> Tensor:
 
 
 class _Project(torch.autograd.Function):
-    """:func:`_project` with a gradient that passes over the streams once."""
+    """:func:`project` with a gradient that passes over the streams once."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, fn: Tensor, eps: float) -> Tensor:

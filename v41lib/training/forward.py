@@ -6,7 +6,7 @@ indexers read detached inputs, so the language model's loss does not reach them,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,27 @@ class Switches:
     """What a forward pass does differently from the model as it is served.
 
     ``dense``: layers attend to every visible entry instead of a selection. ``without_global``: layers that see their
-    window alone. ``restarts`` ``[B]``: the position at which the decoder's windows restart in each sequence, as in a
-    bounded replay that begins there (SPEC 6); the global branch stays exact.
+    window alone. ``blind`` ``[B]``: sequences in which the encoder sees its windows alone. ``restarts`` ``[B]``: the
+    position at which the decoder's windows restart in each sequence, as in a bounded replay that begins there (SPEC
+    6); the global branch stays exact.
     """
 
     dense: bool = False
     without_global: frozenset[int] = frozenset()
+    blind: Bool[Tensor, " B"] | None = None
     restarts: Int[Tensor, " B"] | None = None
+
+    def rows(self, part: slice) -> Switches:
+        """The switches of some of the sequences."""
+        blind = None if self.blind is None else self.blind[part]
+        restarts = None if self.restarts is None else self.restarts[part]
+        return replace(self, blind=blind, restarts=restarts)
+
+    def to(self, device: torch.device) -> Switches:
+        """The same on another device."""
+        blind = None if self.blind is None else self.blind.to(device)
+        restarts = None if self.restarts is None else self.restarts.to(device)
+        return replace(self, blind=blind, restarts=restarts)
 
 
 PLAIN = Switches()
@@ -96,10 +110,13 @@ def _attend(
                 shared = _select(attn, index, kv, visible, shared)
         if plan.layer not in switches.without_global and main.shape[1]:
             if switches.dense:
-                far, absent = main, torch.arange(main.shape[1], device=x.device) >= visible.unsqueeze(-1)
+                far = main
+                absent = (torch.arange(main.shape[1], device=x.device) >= visible.unsqueeze(-1)).unsqueeze(0)
             else:
                 entries = shared.selection_of(plan.index_owner).entries
                 far, absent = gather_rows(main, entries), entries < 0
+            if switches.blind is not None and plan.stack == "encoder":
+                absent = absent | switches.blind.view(-1, 1, 1)
     out, far_weights = joint_attention(q, near, attn.attn_sink, far, absent)
     if index is not None and absent is not None and torch.is_grad_enabled():
         keys = values(shared.kv_of(plan.kv_owner).index_keys)

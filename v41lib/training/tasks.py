@@ -286,11 +286,11 @@ def recall(
 
 
 def pure_two_hop(rows: int, length: int, generator: torch.Generator, chains: int = 4) -> Batch:
-    """Chains ``k -> v -> w``: every fact ``k v`` and ``v w`` once, then facts and questions ``ASK k w`` at random.
+    """Chains ``k -> v -> w``: every fact ``k v`` and ``v w`` once, then facts again and each question ``ASK k w`` once.
 
-    ``answer`` marks the two-hop answers, ``hop`` the second symbols of facts told again; both weigh 4, all else 0.
-    A filler byte begins half of the rows, by chance. A question may come again in a row, and can then be answered from
-    its first answer. Raises ``ValueError`` for no rows, more chains than there are symbols, and a length that does not
+    ``answer`` marks the two-hop answers, ``hop`` the second symbols of facts told again; both weigh 4, all else 0. No
+    question is asked twice: the second time it could be answered from the first, in one hop. A filler byte begins half
+    of the rows, by chance; what does not fit into the row is cut off. Raises ``ValueError`` for no rows, more chains than there are symbols, and a length that does not
     hold the facts and one question.
     """
     _check_counts("pure_two_hop", rows, length, chains=chains)
@@ -309,8 +309,10 @@ def pure_two_hop(rows: int, length: int, generator: torch.Generator, chains: int
         1,
     )
     told = _shuffled(torch.arange(2 * chains).expand(rows, -1), generator)
-    drawn = torch.randint(3 * chains, (rows, length // 2 + 1), generator=generator)
-    order = torch.cat((told, drawn), 1)
+    again = max(length + 1 - 7 * chains, 0) // 2 + 1  # facts told again, to fill the row
+    repeated = torch.randint(2 * chains, (rows, again), generator=generator)
+    questions = torch.arange(2 * chains, 3 * chains).expand(rows, -1)
+    order = torch.cat((told, _shuffled(torch.cat((repeated, questions), 1), generator)), 1)
     tokens = items.gather(1, order.unsqueeze(2).expand(-1, -1, 3))
     asks = order >= 2 * chains
     marks = torch.zeros_like(tokens)
