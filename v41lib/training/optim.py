@@ -171,7 +171,8 @@ class SinkhornMomentum(_Whole):
     """Momentum whose rows and columns are balanced, for the embedding and the head ``[V, M]`` (report section 2.5).
 
     The update has the RMS ``0.2 * lr``, that of an AdamW step, in every row whose momentum is not zero: a token that
-    was never seen does not move. Weight decay is decoupled. Raises ``ValueError`` for what is not a matrix.
+    was never seen does not move, but one that was seen once moves on at full speed until its momentum underflows, about
+    a thousand steps. Weight decay is decoupled. Raises ``ValueError`` for what is not a matrix.
     """
 
     def __init__(
