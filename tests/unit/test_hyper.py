@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.reference import Reference
 from tests.unit.support import random_model, released_weights, small_config, tokens
-from v41lib.nn.hyper import HyperConnection, collapse, expand, sinkhorn
+from v41lib.nn.hyper import HyperConnection, collapse, expand, project, sinkhorn
 from v41lib.nn.norm import RMSNorm
 
 

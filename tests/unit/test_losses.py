@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support import random_model, small_config
+from tests.unit.support import random_model, small_config
 
 from v41lib.training.losses import balance_experts, index_loss, next_token_loss
 
@@ -39,7 +39,8 @@ def test_a_query_without_a_key_counts_nothing() -> None:
     absent = torch.tensor([[[True, True], [False, False]]])
     loss = index_loss(scores, attention, absent)
     alone = index_loss(scores[:, 1:], attention[:, 1:], absent[:, 1:])
-    assert float(loss.detach()) == pytest.approx(float(alone.detach())) and float(loss) > 0
+    assert float(loss.detach()) == pytest.approx(float(alone.detach()))
+    assert float(loss.detach()) > 0
     loss.backward()
     assert scores.grad is not None and torch.isfinite(scores.grad).all() and not scores.grad[0, 0].any()
     nobody = index_loss(scores[:, :1], attention[:, :1], absent[:, :1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import random_model, small_config, without_rounding
+from tests.unit.support import random_model, small_config, without_rounding
 from torch import Tensor
 
 from v41lib.config import preset
@@ -128,7 +128,8 @@ def test_a_restart_is_what_a_bounded_replay_computes(replayed: int, monkeypatch:
         plain = forward(model, ids).logits
     torch.testing.assert_close(restarted[:, -1], state.logits.view(1, -1), atol=1e-4, rtol=0)
     torch.testing.assert_close(restarted[:, : 41 - replayed], plain[:, : 41 - replayed], atol=1e-4, rtol=0)
-    assert (restarted[:, -1] - plain[:, -1]).abs().max() > 1e-3
+    halo = 3 + (3 - 1) * (3 - 1)  # W + (depth - 1) * (W - 1): from there on a replay is exact
+    assert bool((restarted[:, -1] - plain[:, -1]).abs().max() > 1e-3) == (replayed < halo)
 
 
 def test_the_two_losses_reach_disjoint_parameters_that_are_all_of_them(model: Model) -> None:
@@ -139,7 +140,8 @@ def test_the_two_losses_reach_disjoint_parameters_that_are_all_of_them(model: Mo
     of_language = torch.autograd.grad(
         out.logits.square().sum(), list(weights.values()), retain_graph=True, allow_unused=True
     )
-    of_index = torch.autograd.grad(sum(out.index_losses.values(), torch.zeros(())), list(weights.values()), allow_unused=True)
+    index = sum(out.index_losses.values(), torch.zeros(()))
+    of_index = torch.autograd.grad(index, list(weights.values()), allow_unused=True)
     for name, one, other in zip(weights, of_language, of_index, strict=True):
         if ".indexer." in name:
             assert one is None and other is not None and other.abs().max() > 0, name

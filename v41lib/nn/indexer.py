@@ -154,7 +154,10 @@ def select_among(
 
 
 class Indexer(nn.Module):
-    """The projections of one index source; ``wk`` and ``k_norm`` only where it also owns the keys (SPEC 5)."""
+    """The projections of one index source; ``wk`` and ``k_norm`` only where it also owns the keys (SPEC 5).
+
+    What it reads is detached: its loss trains the indexer and leaves the rest of the model alone.
+    """
 
     def __init__(self, text: TextConfig, owns_keys: bool, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -167,13 +170,14 @@ class Indexer(nn.Module):
 
     def keys(self, latent: Float[Tensor, "B C D"], by: Rotation) -> Float[Tensor, "B C D_index"]:
         """Index keys from the latents *before* their rotation; not yet rounded to MXFP4."""
-        return rotate(self.k_norm(self.wk(latent)), by)
+        return rotate(self.k_norm(self.wk(latent.detach())), by)
 
     @token_wise
     def queries(
         self, x: Float[Tensor, "B S M"], q_latent: Float[Tensor, "B S Q"], by: Rotation
     ) -> tuple[Float[Tensor, "B S H D_index"], Float[Tensor, "B S H"]]:
         """Index queries, rounded to MXFP4, and head weights, FP32."""
+        x, q_latent = x.detach(), q_latent.detach()
         q = self.wq_b(q_latent).unflatten(-1, (self.heads, self.width))
         weights = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5
         return straight_through(rotate(q, by), "mxfp4"), weights

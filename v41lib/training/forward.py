@@ -1,7 +1,6 @@
 """The forward pass as training needs it: whole sequences at once, the indexers' losses, and what may be switched off.
 
-It computes what :class:`v41lib.model.Model` computes (tests hold the two together), with one difference in gradients:
-indexers read detached inputs, so the language model's loss does not reach them, nor theirs the rest (SPEC 5).
+It computes what :class:`v41lib.model.Model` computes, and tests hold the two together.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from v41lib.model import Model
 from v41lib.nn.attention import Attention, softmax_with_sink
 from v41lib.nn.compressor import visible_entries
 from v41lib.nn.indexer import best, candidate_blocks, gather_rows, hide_invisible, score, select_among
-from v41lib.nn.quant import straight_through, values
+from v41lib.nn.quant import values
 from v41lib.nn.rope import Rotation, rotate
 from v41lib.nn.shared import Candidates, GlobalKV, Selection, Shared
 from v41lib.training.losses import index_loss
@@ -97,7 +96,7 @@ def _attend(
     q_latent, q = attn.queries(x, by)
     window = attn.window_kv(x, range(length))
     if plan.owns_kv:
-        shared = shared.publish(_publish(attn, x))
+        shared = shared.publish(attn.publish(x))
     restarts = switches.restarts if plan.stack == "decoder" else None
     near = Window(window, text.sliding_window, restarts)
     far = entries = absent = index = None
@@ -105,7 +104,7 @@ def _attend(
         kv = shared.kv_of(plan.kv_owner)
         main, visible = values(kv.main), visible_entries(torch.arange(length, device=x.device), plan.ratio)
         if plan.selects:
-            index = attn.indexer.queries(x.detach(), q_latent.detach(), by)
+            index = attn.indexer.queries(x, q_latent, by)
             if not switches.dense:
                 shared = _select(attn, index, kv, visible, shared)
         if plan.layer not in switches.without_global and main.shape[1]:
@@ -123,16 +122,6 @@ def _attend(
         scores = score(*index, keys if entries is None else gather_rows(keys, entries))
         losses[plan.layer] = index_loss(scores, far_weights, absent)
     return attn.project(rotate(out, by, inverse=True)), shared
-
-
-def _publish(attn: Attention, x: Tensor) -> GlobalKV:
-    """:meth:`Attention.publish`, with index keys that send no gradient into the latents."""
-    latent = attn.compressor(x)
-    starts = torch.arange(latent.shape[1], device=x.device) * attn.plan.ratio
-    by = attn.rotation_at(starts)
-    keys = attn.indexer.keys(latent.detach(), by)
-    main = straight_through(rotate(latent, by), "fp4")
-    return GlobalKV(attn.plan.layer, attn.plan.ratio, main, straight_through(keys, "mxfp4"))
 
 
 @torch.no_grad()

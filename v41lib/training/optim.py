@@ -170,9 +170,9 @@ class Muon(_Whole):
 class SinkhornMomentum(_Whole):
     """Momentum whose rows and columns are balanced, for the embedding and the head ``[V, M]`` (report section 2.5).
 
-    The update has the RMS ``0.2 * lr``, that of an AdamW step, in every row whose momentum is not zero: a token that
-    was never seen does not move, but one that was seen once moves on at full speed until its momentum underflows, about
-    a thousand steps. Weight decay is decoupled. Raises ``ValueError`` for what is not a matrix.
+    The update has the RMS ``0.2 * lr``, that of an AdamW step, in every row that has a gradient. The others stay where
+    they are: balancing undoes the decay of momentum, and a token that was seen once would move on at full speed for a
+    thousand steps. Weight decay is decoupled. Raises ``ValueError`` for what is not a matrix.
     """
 
     def __init__(
@@ -200,7 +200,8 @@ class SinkhornMomentum(_Whole):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     momentum = self._momentum(parameter).mul_(group["momentum"]).add_(parameter.grad)
-                    update = balance(_gathered(momentum), group["iterations"]).mul_(ADAMW_RMS)
+                    seen = _gathered(parameter.grad).any(-1, keepdim=True)
+                    update = balance(_gathered(momentum) * seen, group["iterations"]).mul_(ADAMW_RMS)
                     self._apply(parameter, update, group)
 
 
