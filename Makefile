@@ -15,7 +15,7 @@ BOOTSTRAP = python=$$(sh tools/find_python.sh) && "$$python" tools/bootstrap.py
 SOURCES := v41lib tests tools book
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests book test check unit parity notebooks accept bench lock clean
+.PHONY: help setup setup-tests book test check unit parity notebooks accept bench train lock clean
 
 help: ## this list
 	@echo "The V4.1 book"
@@ -50,6 +50,9 @@ accept: setup ## run the chapters and take their ci outputs into book/, on purpo
 
 bench: setup-tests ## measure this machine, ten minutes: data/results/bench.json and the README's table
 	@.venv/bin/v41 bench --accept
+
+train: setup ## train the seven models of the book, hours; it can be stopped and repeated; ACCEPT=1 takes them into data/
+	@$(V) tools/train.py $(if $(ACCEPT),--accept)
 
 lock: setup-tests ## lock requirements*.in again, keeping the pins; UPGRADE=1 takes the newest
 	@$(V) tools/lock.py $(if $(UPGRADE),--upgrade)

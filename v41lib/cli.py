@@ -165,6 +165,70 @@ def bench(
 
 
 @main.command()
+@click.argument("name")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--profile", type=click.Choice(["ci", "gpu"]), default="ci", show_default=True, help="gpu: 16 x the rows."
+)
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="[default: build/train/NAME-SEED]")
+@click.option("--text", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Train on your own folder.")
+@click.option("--until", type=click.IntRange(min=1), help="Stop after this many steps; the same command goes on.")
+@click.option("--accept", is_flag=True, help="Take the finished run into data/, with its weights if the seed is 0.")
+def train(
+    name: str, seed: int, profile: str, folder: Path | None, text: Path | None, until: int | None, accept: bool
+) -> None:
+    """Train the model of recipe NAME, evaluate it, and leave its weights and tables in a folder.
+
+    A run that was stopped, however it was, goes on where it last saved. Under torchrun all processes share one model.
+    """
+    import torch
+
+    from v41lib.resources import build_path
+    from v41lib.training import recipe as recipes
+    from v41lib.training import sharding, tasks, weights
+    from v41lib.training.loop import Run, TrainingError
+
+    try:
+        if profile == "gpu" and not torch.cuda.is_available():
+            raise ValueError("profile gpu needs a CUDA device, and torch sees none; profile ci runs on any machine")
+        recipe = recipes.read(name)
+        sharding.join_others()
+        device = "cuda" if profile == "gpu" else "cpu"
+        recipe = recipe.larger(16) if profile == "gpu" else recipe
+        corpus = tasks.corpus(recipe.packages, text)
+        if text is None:
+            tasks.check(corpus)
+        home = folder or build_path("train", f"{name}-{seed}")
+        run = Run(recipe, home, seed, device, corpus, say=lambda line: click.echo(f"{name}-{seed}  {line}"))
+        run.go(until)
+        if run.step == recipe.steps:
+            finish(run)
+        if accept:
+            for path in weights.accept(name, recipe, home, shipped=recipe.ships and seed == 0):
+                click.echo(f"taken into {path}")
+    except KeyboardInterrupt as stop:
+        raise click.ClickException(str(stop) or "stopped") from stop
+    except (ValueError, TrainingError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def finish(run: Any) -> None:
+    """Write a finished run's weights and their evaluation, unless they are there."""
+    from v41lib.training import sharding, weights
+
+    parameters = sharding.whole(run.model)
+    path = run.folder / weights.EVALUATION
+    if run.rank or path.exists():
+        return
+    weights.write(run.model.config, parameters, run.folder / weights.WEIGHTS)
+    table = weights.measure(run.folder / weights.WEIGHTS, run.recipe, run.corpus, run.seed)
+    found = weights.measure_selections(run.folder / weights.WEIGHTS, run.corpus)
+    found.to_csv(run.folder / weights.SELECTIONS, float_format="%.4g")
+    table.to_csv(path, float_format="%.6g")
+    click.echo(table.to_string(float_format="{:.3f}".format))
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Everything, with records, as JSON.")
 @click.option("--verdict", help="Only claims with this verdict.")
 def claims(as_json: bool, verdict: str | None) -> None:

@@ -353,12 +353,13 @@ class Config(_Section):
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
-PRESETS = ("tiny", "wide", "miniature", "bench", "main", "capped")
+PRESETS = ("tiny", "wide", "miniature", "bench", "main", "capped", "small")
 
 
 def preset(name: str) -> Config:
     """A small configuration that ships with the library: ``tiny`` and ``wide`` (the golden fixtures), ``miniature``
-    (the released schedule of 40 layers at small widths), ``bench``, and ``main`` and ``capped``, which are trained.
+    (the released schedule of 40 layers at small widths), ``bench``, and ``main``, ``capped``
+    and ``small``, which are trained.
 
     Raises ``ValueError`` for another name.
     """

@@ -293,6 +293,14 @@ def test_recall_in_too_little_room_says_how_much_it_needs() -> None:
 # --- look-ups of two hops
 
 
+@pytest.mark.parametrize(("parity", "begins"), [("even", 0), ("odd", 1)])
+def test_pure_recall_begins_where_it_is_told_to(parity: Parity, begins: int) -> None:
+    ids = pure_recall(20, 64, stream(0, "train", 0), parity=parity).ids
+    assert ((ids[:, 0] < 256).int() == begins).all() and (ids[:, begins] >= 256).all()
+    with pytest.raises(ValueError, match=r"parity = 'none': must be even, odd or both"):
+        pure_recall(1, 64, stream(0, "train", 0), parity="none")  # type: ignore[arg-type]
+
+
 def test_pure_two_hop_marks_exactly_what_was_said_before() -> None:
     batch = pure_two_hop(40, 97, stream(0, "train", 0), chains=3)
     begins, kinds = [], {"k v": 0, "v w": 0, "ASK k w": 0}

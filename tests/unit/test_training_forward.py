@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.support import random_model, small_config, without_rounding
 from torch import Tensor
 
+from tests.unit.support import random_model, small_config, without_rounding
 from v41lib.config import preset
 from v41lib.engine import Engine
 from v41lib.model import Model

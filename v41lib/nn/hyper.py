@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from v41lib.nn.linear import linear
 
-
 MANY = 32  # tokens from which on more calls with less in each are faster
 
 

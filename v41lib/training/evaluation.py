@@ -13,7 +13,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from v41lib.model import Model
-from v41lib.training.forward import PLAIN, Switches, forward
+from v41lib.nn.attention import Attention
+from v41lib.nn.compressor import visible_entries
+from v41lib.training.forward import PLAIN, Switches, Window, forward, joint_attention
 from v41lib.training.ngram import NGram
 from v41lib.training.tasks import Batch, heldout_windows, recall, stream, two_hop
 
@@ -31,7 +33,7 @@ class Size:
     hops: int = 4
 
 
-QUICK = Size(windows=8, rows=8)
+FULL, QUICK = Size(), Size(windows=8, rows=8)
 
 
 @torch.no_grad()
@@ -58,7 +60,7 @@ def reach(model: Model) -> int:
     return len(model.plans) * (model.config.text.sliding_window - 1)
 
 
-def evaluate(model: Model, heldout: UInt8[Tensor, " N"], size: Size = Size(), seed: int = 0) -> pd.DataFrame:
+def evaluate(model: Model, heldout: UInt8[Tensor, " N"], size: Size = FULL, seed: int = 0) -> pd.DataFrame:
     """A row a measurement: its mean, its standard error over sequences, and how many sequences it is of.
 
     Look-ups lie farther back than windows reach. Controls switch the global branch off: in all layers, or in the
@@ -66,7 +68,7 @@ def evaluate(model: Model, heldout: UInt8[Tensor, " N"], size: Size = Size(), se
     """
     was_training = model.training
     model.eval()
-    text, off, decoder_only = heldout_windows(heldout, size.length, size.windows), without_global(model), None
+    text, off = heldout_windows(heldout, size.length, size.windows), without_global(model)
     decoder_only = without_global(model, "encoder")
     distance, rows = min(reach(model) + 1, size.length // 2), []
     for name, switches in (("bits per byte", PLAIN), ("bits per byte, global branch off", off)):
@@ -83,6 +85,44 @@ def evaluate(model: Model, heldout: UInt8[Tensor, " N"], size: Size = Size(), se
     return pd.DataFrame(rows).set_index("measurement")
 
 
+@torch.no_grad()
+def selections(model: Model, batch: Batch) -> pd.DataFrame:
+    """How well each indexer finds what its own attention would weigh most, a row a layer that selects.
+
+    ``recall``: the share of the top-k by head-averaged attention over *all* visible entries that was selected;
+    ``mass``: the share of that attention which the selection covers; ``recent``, ``recent mass``, ``random``: the same
+    of the k newest entries, and the recall of k entries drawn at random. Means over the queries that see at least 2k
+    entries, so that there is something to choose; layers without such a query are left out.
+    """
+    found: dict[int, list[list[float]]] = {}
+
+    def probe(attn: Attention, q: Tensor, near: Window, main: Tensor, entries: Tensor) -> None:
+        k, count = attn.text.index_topk, main.shape[1]
+        visible = visible_entries(torch.arange(q.shape[1], device=q.device), attn.plan.ratio)
+        queries = visible >= 2 * k
+        if not bool(queries.any()):
+            return
+        places = torch.arange(count, device=q.device)
+        absent = (places >= visible.unsqueeze(-1)).unsqueeze(0)
+        weights = joint_attention(q, near, attn.attn_sink, main, absent)[1].float().mean(2)[:, queries]
+        visible = visible[queries].unsqueeze(-1)
+        wanted = torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, weights.topk(k, dim=-1).indices, True)
+        chosen = torch.zeros(*weights.shape[:2], count + 1, dtype=torch.bool, device=q.device)
+        kept = entries[:, queries]
+        chosen = chosen.scatter_(-1, torch.where(kept < 0, count, kept), True)[..., :count]
+        recent = ((places >= visible - k) & (places < visible)).expand_as(wanted)
+        total = weights.sum(-1).clamp_min(1e-20)
+        row = [float((wanted & of).sum(-1).float().mean() / k) for of in (chosen, recent)]
+        row += [float(((weights * of).sum(-1) / total).mean()) for of in (chosen, recent)]
+        found.setdefault(attn.plan.layer, []).append([*row, float((k / visible).mean())])
+
+    for rows in range(0, len(batch.ids), ROWS_AT_ONCE):
+        forward(model, batch.ids[rows : rows + ROWS_AT_ONCE, :-1].to(model.device), probe=probe)
+    table = {layer: torch.tensor(parts).mean(0).tolist() for layer, parts in found.items()}
+    columns = ["recall", "recent", "mass", "recent mass", "random"]
+    return pd.DataFrame.from_dict(table, orient="index", columns=columns).rename_axis("layer")
+
+
 def _mean(name: str, by_row: Tensor) -> dict[str, Any]:
     error = float(by_row.std() / len(by_row) ** 0.5) if len(by_row) > 1 else float("nan")
     return {"measurement": name, "mean": float(by_row.mean()), "error": error, "rows": len(by_row)}
@@ -93,7 +133,9 @@ def _accuracy(name: str, model: Model, batch: Batch, switches: Switches) -> dict
     return _mean(name, (hits & batch.answer).sum(1) / batch.answer.sum(1))
 
 
-def ngram_bits(fitted: NGram, heldout: UInt8[Tensor, " N"], size: Size = Size()) -> dict[str, Any]:
+def ngram_bits(fitted: NGram, heldout: UInt8[Tensor, " N"], size: Size = FULL) -> dict[str, Any]:
     """The n-gram on the targets of :func:`evaluate`'s windows, its context beginning with the window as well."""
     windows = heldout_windows(heldout, size.length, size.windows).ids.to(torch.uint8).numpy()
-    return _mean("bits per byte, 5-gram", torch.tensor(np.stack([fitted.bits(window)[1:].mean() for window in windows])))
+    return _mean(
+        "bits per byte, 5-gram", torch.tensor(np.stack([fitted.bits(window)[1:].mean() for window in windows]))
+    )

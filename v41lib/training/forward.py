@@ -5,6 +5,7 @@ It computes what :class:`v41lib.model.Model` computes, and tests hold the two to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -64,15 +65,20 @@ class Output:
     loads: dict[int, Int[Tensor, " E"]] = field(default_factory=dict)
 
 
-def forward(model: Model, ids: Int[Tensor, "B S"], switches: Switches = PLAIN) -> Output:
+Probe = Callable[[Attention, Float[Tensor, "B S H D"], "Window", Float[Tensor, "B C D"], Int[Tensor, "B S K"]], None]
+
+
+def forward(model: Model, ids: Int[Tensor, "B S"], switches: Switches = PLAIN, probe: Probe | None = None) -> Output:
     """One pass over whole sequences with everything that a training step needs.
 
+    ``probe`` is shown, for each layer that selects, its attention, queries, window, compressed rows and selection.
     Raises ``ValueError`` as :meth:`Model.forward` does.
     """
     state = model.begin(model.checked(ids))
     residual, shared = state.residual, state.shared
     out = Output(torch.empty(0))
     experts = model.config.text.n_routed_experts
+    rows: Rows = {}
     for block in model.blocks:
         layer = block.plan.layer
 
@@ -80,16 +86,28 @@ def forward(model: Model, ids: Int[Tensor, "B S"], switches: Switches = PLAIN) -
             if name == "route":
                 out.loads[layer] = value.flatten().bincount(minlength=experts)
 
-        attend = partial(_attend, block.attn, switches, out.index_losses)
+        attend = partial(_attend, block.attn, switches, out.index_losses, rows, probe)
         residual, shared = block(residual, shared, state.is_image, record, attend)
     out.logits = model.logits(residual)
     return out
 
 
+Rows = dict[tuple[int | None, int | None], Tensor]
+
+
 def _attend(
-    attn: Attention, switches: Switches, losses: dict[int, Tensor], x: Tensor, shared: Shared
+    attn: Attention,
+    switches: Switches,
+    losses: dict[int, Tensor],
+    rows: Rows,
+    probe: Probe | None,
+    x: Tensor,
+    shared: Shared,
 ) -> tuple[Tensor, Shared]:
-    """:meth:`Attention.forward` over whole sequences, without blocks of queries."""
+    """:meth:`Attention.forward` over whole sequences, without blocks of queries.
+
+    ``rows`` keeps what was gathered: layers that reuse a selection of the same KV read the same rows.
+    """
     plan, text, length = attn.plan, attn.text, x.shape[1]
     by = attn.rotation_at(range(length))
     by = Rotation(by.cos.unsqueeze(1), by.sin.unsqueeze(1))
@@ -113,7 +131,12 @@ def _attend(
                 absent = (torch.arange(main.shape[1], device=x.device) >= visible.unsqueeze(-1)).unsqueeze(0)
             else:
                 entries = shared.selection_of(plan.index_owner).entries
-                far, absent = gather_rows(main, entries), entries < 0
+                owners = (plan.kv_owner, plan.index_owner)
+                if owners not in rows:
+                    rows[owners] = gather_rows(main, entries)
+                far, absent = rows[owners], entries < 0
+                if probe is not None and plan.selects:
+                    probe(attn, q, near, main, entries)
             if switches.blind is not None and plan.stack == "encoder":
                 absent = absent | switches.blind.view(-1, 1, 1)
     out, far_weights = joint_attention(q, near, attn.attn_sink, far, absent)
@@ -125,9 +148,7 @@ def _attend(
 
 
 @torch.no_grad()
-def _select(
-    attn: Attention, index: tuple[Tensor, Tensor], kv: GlobalKV, visible: Tensor, shared: Shared
-) -> Shared:
+def _select(attn: Attention, index: tuple[Tensor, Tensor], kv: GlobalKV, visible: Tensor, shared: Shared) -> Shared:
     """The layer's selection, and the candidate pool where it publishes one."""
     text, plan = attn.text, attn.plan
     keys, width = values(kv.index_keys), min(text.index_topk, kv.main.shape[1])

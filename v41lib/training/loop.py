@@ -1,4 +1,8 @@
-"""The loop: one step after another, a curve and checkpoints as it goes, and the same curve after being cut off."""
+"""The loop: one step after another, a curve and checkpoints as it goes, and the same curve after being cut off.
+
+Under ``torchrun`` every process takes its share of each step's rows, and FSDP2 shards parameters, gradients and what
+the optimisers keep (:mod:`v41lib.training.sharding`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from v41lib.model import Model
-from v41lib.training import tasks
+from v41lib.training import sharding, tasks
 from v41lib.training.evaluation import QUICK, evaluate
 from v41lib.training.forward import Output, Switches, forward
 from v41lib.training.losses import balance_experts, next_token_loss
@@ -46,9 +50,18 @@ class Stepper(nn.Module):
         return forward(self.model, ids, switches)
 
 
+@torch.no_grad()
+def begin(model: Model, recipe: Recipe) -> None:
+    """What a run changes in freshly drawn weights before its first step."""
+    model.embed.weight.mul_(recipe.embedding_std / model.embed.weight.std())
+    for block in model.blocks:
+        for output in (block.attn.wo_b.weight, block.ffn.experts.w2, block.ffn.shared_experts.w2.weight):
+            output.mul_(recipe.output_scale)
+
+
 @dataclass
 class Losses:
-    """One step's numbers: the loss, its parts, and how the answers in it went."""
+    """One step's numbers: the losses, and of this process's rows how text and answers in them went."""
 
     loss: float
     text_bits: float
@@ -64,17 +77,20 @@ def train_step(stepper: Stepper, optimiser: Optimisers, recipe: Recipe, drawn: D
     device = model.device
     ids, weight = batch.ids.to(device), batch.weight.to(device)
     out = stepper(ids[:, :-1], drawn.switches.to(device))
-    loss = next_token_loss(out.logits, ids[:, 1:], weight)
+    loss = next_token_loss(out.logits, ids[:, 1:], weight, sharding.mean(weight.sum()))
     index = torch.stack(list(out.index_losses.values())).sum() if out.index_losses else torch.zeros((), device=device)
     total = loss + recipe.index_weight * index
     if not torch.isfinite(total):
-        raise TrainingError(f"step {step}: the loss is {float(total.detach())}; lower the learning rates, or begin again")
+        raise TrainingError(
+            f"step {step}: the loss is {float(total.detach())}; lower the learning rates, or begin again"
+        )
     optimiser.zero_grad()
     total.backward()
     optimiser.set_rate(recipe.rate(step))
     optimiser.step()
-    balance_experts(model, out.loads, recipe.balance_step)
-    return _describe(drawn, out, ids[:, 1:], float(loss.detach()), float(index.detach()))
+    balance_experts(model, sharding.total_loads(out.loads), recipe.balance_step)
+    parts = sharding.mean(torch.stack((loss, index)).detach()).tolist()
+    return _describe(drawn, out, ids[:, 1:], *parts)
 
 
 @torch.no_grad()
@@ -120,48 +136,57 @@ class Run:
     model: Model = field(init=False)
     step: int = field(init=False, default=0)
     seconds: float = field(init=False, default=0.0)
-    rows: list[dict[str, float]] = field(init=False, default_factory=list)
+    rows: list[dict[Any, Any]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.corpus = self.text or tasks.corpus(self.recipe.packages)
         self.model = Model(self.recipe.build_config(), seed=self.seed, device=self.device)
+        begin(self.model, self.recipe)
         self.stepper = Stepper(self.model)
+        self.rank, self.world = sharding.place()
+        if self.world > 1:
+            sharding.shard(self.stepper)
         self.optimiser = Optimisers(optimisers(self.model, self.recipe.optim))
         self.identity = {"recipe": self.recipe.digest, "seed": self.seed, "corpus": self.corpus.digest}
+        self.identity["processes"] = self.world
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / CHECKPOINT).exists():
+        if self._checkpoint().exists():
             self._resume()
 
+    def _checkpoint(self) -> Path:
+        """What this process keeps; each has its own shards."""
+        return self.folder / (CHECKPOINT if self.world == 1 else f"{self.rank}-{CHECKPOINT}")
+
     def _resume(self) -> None:
-        state = torch.load(self.folder / CHECKPOINT, map_location=self.device, weights_only=True)
+        state = torch.load(self._checkpoint(), map_location=self.device, weights_only=True)
         if state["identity"] != self.identity:
             changed = [name for name, value in self.identity.items() if state["identity"].get(name) != value]
             raise TrainingError(
                 f"{self.folder} holds a run with another {' and '.join(changed)}: choose another folder, or remove it"
             )
-        self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        sharding.restore(self.model, self.optimiser, state["model"], state["optimiser"])
         self.step, self.seconds = state["step"], state["seconds"]
         curve = pd.read_csv(self.folder / CURVE)
         self.rows = curve[curve["step"] < self.step].to_dict("records")
-        self._write_curve()
-        if (self.folder / EVALS).exists():
-            evals = pd.read_csv(self.folder / EVALS)
-            evals[evals["step"] <= self.step].to_csv(self.folder / EVALS, index=False)
+        if self.rank == 0:
+            pd.DataFrame(self.rows).to_csv(self.folder / CURVE, index=False, float_format="%.6g")
+            if (self.folder / EVALS).exists():
+                evals = pd.read_csv(self.folder / EVALS)
+                evals[evals["step"] <= self.step].to_csv(self.folder / EVALS, index=False)
         self.say(f"goes on from step {self.step}")
 
     def save(self) -> None:
         """Keep everything that the next step depends on; interrupted, the older checkpoint stays."""
         state = {
             "identity": self.identity,
-            "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
+            "model": sharding.local(self.model.state_dict()),
+            "optimiser": sharding.local(self.optimiser.state_dict()),
             "step": self.step,
             "seconds": self.seconds,
         }
-        partial = self.folder / f".{CHECKPOINT}.partial"
+        partial = self._checkpoint().with_suffix(".partial")
         torch.save(state, partial)
-        os.replace(partial, self.folder / CHECKPOINT)
+        os.replace(partial, self._checkpoint())
 
     def go(self, until: int | None = None) -> pd.DataFrame:
         """Steps up to ``until`` (default: all), and the curve, a row a step. An interrupt saves and ends it early."""
@@ -173,26 +198,29 @@ class Run:
                 stopped = bool(asked)
                 if stopped or self.step % self.save_every == 0 or self.step == last:
                     self.save()
-                if self.evaluate_every and (self.step % self.evaluate_every == 0 or self.step == self.recipe.steps):
+                if self.evaluate_every and self.step % self.evaluate_every == 0 and self.world == 1:
                     self._evaluate()
         if stopped:
             raise KeyboardInterrupt(f"stopped after step {self.step}; the same command goes on from there")
-        if self.step == self.recipe.steps:
+        if self.step == self.recipe.steps and self.rank == 0:
             self._write_record()
         return pd.DataFrame(self.rows)
 
     def _one_step(self, first: int) -> None:
         begun = time.perf_counter()
         drawn = draw(self.recipe, self.corpus.train, self.seed, self.step)
+        drawn = drawn.share(self.rank, self.world)
         losses = train_step(self.stepper, self.optimiser, self.recipe, drawn, self.step)
         spent = time.perf_counter() - begun
         self.seconds += spent
-        tokens = drawn.batch.weight.numel()
+        tokens = drawn.batch.weight.numel() * self.world
         row = {"step": self.step, **vars(losses), "tokens": tokens, "seconds": spent}
         self.rows.append(row)
+        self.step += 1
+        if self.rank:
+            return
         with (self.folder / CURVE).open("a", encoding="utf-8") as file:
             pd.DataFrame([row]).to_csv(file, index=False, header=file.tell() == 0, float_format="%.6g")
-        self.step += 1
         if self.step % 10 == 0 or self.step == self.recipe.steps:
             self.say(self._progress(first))
 
@@ -215,9 +243,6 @@ class Run:
             pd.DataFrame([row]).to_csv(file, index=False, header=file.tell() == 0, float_format="%.4g")
         self.say("held out: " + "  ".join(f"{name} {value:.3f}" for name, value in row.items() if name != "step"))
 
-    def _write_curve(self) -> None:
-        pd.DataFrame(self.rows).to_csv(self.folder / CURVE, index=False, float_format="%.6g")
-
     def _write_record(self) -> None:
         record = {
             **self.identity,
@@ -239,7 +264,7 @@ def _interrupts() -> Iterator[list[int]]:
     seen: list[int] = []
     before: dict[int, Any] = {}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
             before[number] = signal.signal(number, lambda caught, _: seen.append(caught))
     except ValueError:  # not the main thread: nobody sends it signals
         pass

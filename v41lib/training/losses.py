@@ -13,10 +13,16 @@ BALANCE_STEP = 1e-3  # how far a bias moves after a step (SPEC 7)
 
 
 def next_token_loss(
-    logits: Float[Tensor, "B S V"], targets: Int[Tensor, "B S"], weight: Float[Tensor, "B S"]
+    logits: Float[Tensor, "B S V"],
+    targets: Int[Tensor, "B S"],
+    weight: Float[Tensor, "B S"],
+    total: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, ""]:
-    """The weighted mean of each target's surprise, in nats. Raises ``ValueError`` when every weight is zero."""
-    total = weight.sum()
+    """The weighted mean of each target's surprise, in nats. Raises ``ValueError`` when every weight is zero.
+
+    ``total`` is what the weights are divided by, their sum unless given.
+    """
+    total = weight.sum() if total is None else total
     if float(total) == 0:
         raise ValueError("weight is zero everywhere: there is no target to learn from")
     nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -30,18 +36,16 @@ def index_loss(
 
     ``attention`` is the compressed part of the joint softmax over window, entries and sink: averaged over heads and
     made to sum to one, it is the target, and it gets no gradient. ``absent`` marks entries that a query does not have;
-    a query without any counts with loss 0, and the mean is over those with one.
+    a query without any has loss 0. The mean is over all queries.
     """
     target = attention.detach().float().sum(2).masked_fill(absent, 0.0)
     total = target.sum(-1, keepdim=True)
-    some = ~absent.all(-1)
     target = target / total.clamp_min(torch.finfo(torch.float32).tiny)
-    # -inf only where the target is zero would still be NaN after 0 * -inf; a row without a key has no softmax at all.
+    # Not -inf: 0 * -inf is NaN, and a row without a key would have no softmax at all.
     logits = scores.masked_fill(absent, torch.finfo(torch.float32).min)
     guess = logits.log_softmax(-1).masked_fill(absent, 0.0)
-    divergence = (torch.xlogy(target, target) - target * guess).sum(-1)
-    count = some.expand(divergence.shape).sum().clamp_min(1)
-    return (divergence * some).sum() / count
+    # A query without a key, or whose attention read none, has a target of zeros: nothing to imitate.
+    return (torch.xlogy(target, target) - target * guess).sum(-1).mean()
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 import yaml
@@ -38,21 +38,28 @@ IN_TEXT: tuple[Task, ...] = ("text", "recall", "two_hop")  # those that consist 
 class Stage(BaseModel):
     """A part of a run: up to step ``until``, so many ``rows`` of each task and ``length`` tokens.
 
-    ``dense``: attention to every visible entry instead of a selection, while the indexers learn from it.
+    Several ``rows`` take turns, a step each. ``dense``: attention to every visible entry instead of a selection, while
+    the indexers learn from it. ``parity`` is that of planted pairs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     until: int = Field(ge=1)
     length: int = Field(ge=16)
-    rows: dict[Task, int]
+    rows: tuple[dict[Task, int], ...] = Field(min_length=1)
     dense: bool = False
+    parity: Parity = "both"
 
     @model_validator(mode="after")
     def _some_rows(self) -> Self:
-        if not self.rows or min(self.rows.values()) < 1:
-            raise ValueError(f"rows = {self.rows}: there must be at least one task, each with at least one row")
+        for rows in self.rows:
+            if not rows or min(rows.values()) < 1:
+                raise ValueError(f"rows = {rows}: there must be at least one task, each with at least one row")
         return self
+
+    def rows_at(self, step: int) -> dict[Task, int]:
+        """The rows of a step, of which only its turn counts."""
+        return self.rows[step % len(self.rows)]
 
 
 class Recipe(BaseModel):
@@ -62,9 +69,10 @@ class Recipe(BaseModel):
     last ``cooldown`` steps. ``index_weight`` weighs the sum of indexer losses beside the next byte; 0 leaves indexers
     as they were drawn. In ``blind`` of the two-hop rows the encoder's global branch is off, so that the decoder must
     look up twice. ``restarts``: the decoder's windows restart at a random place of each row. ``keys`` and ``chains``
-    are the look-ups in a row of the pure tasks, ``pairs`` and ``hops`` those planted in text; ``parity`` is that of
-    planted pairs. ``balance_step`` is how far an expert's bias moves after a step: the release's 0.001 takes more steps
-    than these runs have.
+    are the look-ups in a row of the pure tasks, ``pairs`` and ``hops`` those planted in text. ``balance_step`` is how
+    far an expert's bias moves after a step: the release's 0.001 takes more steps than these runs have.
+    ``embedding_std`` and ``output_scale`` (a factor of the matrices that write to the streams) set what a token weighs
+    beside what layers add to it, at the beginning. ``ships``: the weights of seed 0 go into the repository.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,11 +87,13 @@ class Recipe(BaseModel):
     blind: float = Field(default=1.0, ge=0, le=1)
     restarts: bool = False
     balance_step: float = Field(default=0.01, ge=0)
+    embedding_std: float = Field(default=1.0, gt=0)
+    output_scale: float = Field(default=0.1, ge=0)
     keys: int = 8
     chains: int = 8
     pairs: int = 8
     hops: int = 4
-    parity: Parity = "both"
+    ships: bool = False
     packages: tuple[str, ...] = ("sympy", "networkx", "docutils")
 
     @model_validator(mode="after")
@@ -120,7 +130,9 @@ class Recipe(BaseModel):
     def larger(self, factor: int) -> Recipe:
         """The recipe for a GPU: ``factor`` times the rows in every step, and the same number of steps."""
         stages = tuple(
-            stage.model_copy(update={"rows": {task: factor * rows for task, rows in stage.rows.items()}})
+            stage.model_copy(
+                update={"rows": tuple({task: factor * n for task, n in rows.items()} for rows in stage.rows)}
+            )
             for stage in self.stages
         )
         return self.model_copy(update={"stages": stages})
@@ -132,14 +144,22 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Recipe:
-    """The recipe of that name. Raises ``ValueError`` for a name that is none, and for a file that breaks a rule."""
-    if name not in names():
-        raise ValueError(f"no recipe {name!r}: there are {', '.join(names())}")
-    path = data_path("recipes", f"{name}.yml")
+    """The recipe of that name; one that says ``like: another`` changes what it states of another.
+
+    Raises ``ValueError`` for a name that is none, and for a file that breaks a rule.
+    """
     try:
-        return Recipe.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return Recipe.model_validate(_values(name))
     except (ValidationError, yaml.YAMLError) as error:
         raise ValueError(f"data/recipes/{name}.yml: {error}") from error
+
+
+def _values(name: str) -> dict[str, Any]:
+    if name not in names():
+        raise ValueError(f"no recipe {name!r}: there are {', '.join(names())}")
+    values: dict[str, Any] = yaml.safe_load(data_path("recipes", f"{name}.yml").read_text(encoding="utf-8"))
+    base = values.pop("like", None)
+    return (_values(base) if base else {}) | values
 
 
 @dataclass(frozen=True)
@@ -163,8 +183,8 @@ def draw(recipe: Recipe, text: UInt8[Tensor, " N"], seed: int, step: int, purpos
     """The rows of one step, the same whenever they are drawn."""
     stage = recipe.stage(step)
     batches, tasks = [], []
-    for task, rows in stage.rows.items():
-        batches.append(_rows(recipe, task, text, rows, stage.length, _generator(seed, purpose, step, task)))
+    for task, rows in stage.rows_at(step).items():
+        batches.append(_rows(recipe, stage, task, text, rows, _generator(seed, purpose, step, task)))
         tasks += [task] * rows
     generator = _generator(seed, purpose, step, "switches")
     hops = torch.tensor([task in ("pure_two_hop", "two_hop") for task in tasks])
@@ -180,16 +200,17 @@ def _generator(seed: int, purpose: Split, step: int, of: Task | Literal["switche
     return stream(seed, purpose, step * len(places) + places.index(of))
 
 
-def _rows(recipe: Recipe, task: Task, text: Tensor, rows: int, length: int, generator: torch.Generator) -> Batch:
+def _rows(recipe: Recipe, stage: Stage, task: Task, text: Tensor, rows: int, generator: torch.Generator) -> Batch:
+    length = stage.length
     match task:
         case "text":
             return text_batch(text, rows, length, generator)
         case "pure_recall":
-            return pure_recall(rows, length, generator, recipe.keys)
+            return pure_recall(rows, length, generator, recipe.keys, stage.parity)
         case "pure_two_hop":
             return pure_two_hop(rows, length, generator, recipe.chains)
         case "recall":
-            return recall(text, rows, length, generator, recipe.pairs, recipe.parity)
+            return recall(text, rows, length, generator, recipe.pairs, stage.parity)
         case "two_hop":
             return two_hop(text, rows, length, generator, recipe.hops)
 
@@ -204,6 +225,6 @@ def text_seen(recipe: Recipe, text: UInt8[Tensor, " N"], seed: int) -> UInt8[Ten
     for step in range(recipe.steps):
         stage = recipe.stage(step)
         for task in IN_TEXT:
-            if rows := stage.rows.get(task):
+            if rows := stage.rows_at(step).get(task):
                 seen.append(text_batch(text, rows, stage.length, _generator(seed, "train", step, task)).ids.flatten())
     return torch.cat(seen).to(torch.uint8)

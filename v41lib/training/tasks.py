@@ -224,28 +224,37 @@ def _plain(ids: Int64[Tensor, "B S+1"]) -> Batch:
     return Batch(ids, torch.ones(nowhere.shape), nowhere, nowhere.clone())
 
 
-def pure_recall(rows: int, length: int, generator: torch.Generator, keys: int = 8) -> Batch:
+def pure_recall(rows: int, length: int, generator: torch.Generator, keys: int = 8, parity: Parity = "both") -> Batch:
     """Nothing but pairs ``k v``: each row has its own ``keys`` keys, and a key seen before is a question.
 
-    A filler byte begins half of the rows, by chance, so that pairs begin at even and at odd places equally often.
-    Weight 0 but on answers. Raises ``ValueError`` for no rows, no length, and more keys than there are.
+    Pairs begin at places of the asked ``parity``, behind a filler byte where those are odd; at "both", half of the rows
+    have one, by chance. Weight 0 but on answers. Raises ``ValueError`` for no rows, no length, more keys than there
+    are, and another parity.
     """
     _check_counts("pure_recall", rows, length, keys=keys)
+    _check_parity(parity)
     names = _distinct(KEYS, rows, keys, generator)
     values = torch.randint(VALUES.start, VALUES.stop, (rows, keys), generator=generator)
     drawn = torch.randint(keys, (rows, length // 2 + 1), generator=generator)
     pairs = torch.stack((names.gather(1, drawn), values.gather(1, drawn)), -1)
     uses = torch.nn.functional.one_hot(drawn, keys).cumsum(1).gather(2, drawn.unsqueeze(2))  # of this key so far
     answers = torch.cat((torch.zeros_like(uses), uses > 1), -1).bool()
-    filler = _fillers(rows, generator)
+    filler = _fillers(rows, generator, parity)
     ids = _shifted(pairs.flatten(1), filler, filler)[:, : length + 1]
     answer = _shifted(answers.flatten(1), torch.zeros_like(filler), filler)[:, 1 : length + 1]
     return Batch(ids, answer * ANSWER_WEIGHT, answer, torch.zeros_like(answer))
 
 
-def _fillers(rows: int, generator: torch.Generator) -> Int64[Tensor, " B"]:
-    """The byte that comes before a row, or -1 for none, with equal probabilities."""
+def _check_parity(parity: Parity) -> None:
+    if parity not in ("even", "odd", "both"):
+        raise ValueError(f"parity = {parity!r}: must be even, odd or both")
+
+
+def _fillers(rows: int, generator: torch.Generator, parity: Parity = "both") -> Int64[Tensor, " B"]:
+    """The byte that comes before a row, or -1 for none, as what follows is to begin at even or odd places."""
     present = torch.randint(2, (rows,), generator=generator).bool()
+    if parity != "both":
+        present = torch.full_like(present, parity == "odd")
     return torch.where(present, torch.randint(256, (rows,), generator=generator), -1)
 
 
@@ -272,8 +281,7 @@ def recall(
     4. Raises ``ValueError`` where this cannot be: too many pairs, too short a length, too large a distance.
     """
     _check_counts("recall", rows, length, pairs=pairs)
-    if parity not in ("even", "odd", "both"):
-        raise ValueError(f"parity = {parity!r}: must be even, odd or both")
+    _check_parity(parity)
     facts, questions = _regions("recall", length, distance, _Region(pairs, 2, parity=parity), _Region(pairs, 2))
     ids = _random_windows(data, rows, length, generator)
     names = _distinct(KEYS, rows, pairs, generator)
@@ -290,8 +298,8 @@ def pure_two_hop(rows: int, length: int, generator: torch.Generator, chains: int
 
     ``answer`` marks the two-hop answers, ``hop`` the second symbols of facts told again; both weigh 4, all else 0. No
     question is asked twice: the second time it could be answered from the first, in one hop. A filler byte begins half
-    of the rows, by chance; what does not fit into the row is cut off. Raises ``ValueError`` for no rows, more chains than there are symbols, and a length that does not
-    hold the facts and one question.
+    of the rows, by chance; what does not fit into the row is cut off. Raises ``ValueError`` for no rows, more chains
+    than there are symbols, and a length that does not hold the facts and one question.
     """
     _check_counts("pure_two_hop", rows, length, chains=chains)
     if length < 4 * chains + 3:
