@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ARMS = ("small", "small-adamw", "small-whole", "small-adam-embedding", "small-sparse", "small-untaught", "small-even")
+ARMS = ("small", "small-adamw", "small-whole", "small-balanced", "small-sparse", "small-untaught", "small-even")
 # Seed 0 of the large ones first: these are shipped.
 RUNS = [
     *[("main", 0), ("capped", 0), ("aware", 0), ("main", 1), ("capped", 1), ("aware", 1), ("main", 2)],

@@ -23,6 +23,7 @@ from v41lib.training.tasks import (
     Parity,
     check,
     corpus,
+    echo,
     heldout_windows,
     join,
     manifest,
@@ -291,6 +292,16 @@ def test_recall_in_too_little_room_says_how_much_it_needs() -> None:
 
 
 # --- look-ups of two hops
+
+
+def test_echo_asks_for_the_token_before_this_one() -> None:
+    batch = echo(3, 20, stream(0, "train", 0))
+    assert (batch.ids >= KEYS.start).all() and (batch.ids < ASK).all() and not batch.answer.any()
+    asked = (batch.weight > 0).nonzero()
+    assert len(asked) == 3 * 7 and (batch.weight[batch.weight > 0] == 4).all()
+    for row, target in asked.tolist():  # the target s is at place s + 1; the token before the newest one is at s - 1
+        assert batch.ids[row, target + 1] == batch.ids[row, target - 1]
+    assert (batch.ids[:, 0::3] != batch.ids[:, 1::3]).any()
 
 
 @pytest.mark.parametrize(("parity", "begins"), [("even", 0), ("odd", 1)])

@@ -86,8 +86,8 @@ def forward(model: Model, ids: Int[Tensor, "B S"], switches: Switches = PLAIN, p
             if name == "route":
                 out.loads[layer] = value.flatten().bincount(minlength=experts)
 
-        attend = partial(_attend, block.attn, switches, out.index_losses, rows, probe)
-        residual, shared = block(residual, shared, state.is_image, record, attend)
+        read = partial(attend, block.attn, switches, out.index_losses, rows, probe)
+        residual, shared = block(residual, shared, state.is_image, record, read)
     out.logits = model.logits(residual)
     return out
 
@@ -95,7 +95,7 @@ def forward(model: Model, ids: Int[Tensor, "B S"], switches: Switches = PLAIN, p
 Rows = dict[tuple[int | None, int | None], Tensor]
 
 
-def _attend(
+def attend(
     attn: Attention,
     switches: Switches,
     losses: dict[int, Tensor],

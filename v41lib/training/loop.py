@@ -53,7 +53,10 @@ class Stepper(nn.Module):
 @torch.no_grad()
 def begin(model: Model, recipe: Recipe) -> None:
     """What a run changes in freshly drawn weights before its first step."""
-    model.embed.weight.mul_(recipe.embedding_std / model.embed.weight.std())
+    embedding = model.embed.weight
+    embedding.mul_(recipe.embedding_std / embedding.std())
+    signs = torch.where(torch.arange(embedding.shape[1], device=embedding.device) % 2 == 0, 1.0, -1.0)
+    embedding.add_(signs, alpha=recipe.common * recipe.embedding_std)
     for block in model.blocks:
         for output in (block.attn.wo_b.weight, block.ffn.experts.w2, block.ffn.shared_experts.w2.weight):
             output.mul_(recipe.output_scale)

@@ -22,6 +22,7 @@ from v41lib.training.tasks import (
     Batch,
     Parity,
     Split,
+    echo,
     join,
     pure_recall,
     pure_two_hop,
@@ -31,7 +32,7 @@ from v41lib.training.tasks import (
     two_hop,
 )
 
-Task = Literal["text", "pure_recall", "pure_two_hop", "recall", "two_hop"]
+Task = Literal["text", "echo", "pure_recall", "pure_two_hop", "recall", "two_hop"]
 IN_TEXT: tuple[Task, ...] = ("text", "recall", "two_hop")  # those that consist of text
 
 
@@ -72,7 +73,8 @@ class Recipe(BaseModel):
     are the look-ups in a row of the pure tasks, ``pairs`` and ``hops`` those planted in text. ``balance_step`` is how
     far an expert's bias moves after a step: the release's 0.001 takes more steps than these runs have.
     ``embedding_std`` and ``output_scale`` (a factor of the matrices that write to the streams) set what a token weighs
-    beside what layers add to it, at the beginning. ``ships``: the weights of seed 0 go into the repository.
+    beside what layers add to it, at the beginning; ``common`` is the size, in units of the former, of a part that all
+    tokens share, which matrices without biases can use as one. ``ships``: the weights of seed 0 go into the repository.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,6 +91,7 @@ class Recipe(BaseModel):
     balance_step: float = Field(default=0.01, ge=0)
     embedding_std: float = Field(default=1.0, gt=0)
     output_scale: float = Field(default=0.1, ge=0)
+    common: float = Field(default=1.0, ge=0)
     keys: int = 8
     chains: int = 8
     pairs: int = 8
@@ -205,6 +208,8 @@ def _rows(recipe: Recipe, stage: Stage, task: Task, text: Tensor, rows: int, gen
     match task:
         case "text":
             return text_batch(text, rows, length, generator)
+        case "echo":
+            return echo(rows, length, generator)
         case "pure_recall":
             return pure_recall(rows, length, generator, recipe.keys, stage.parity)
         case "pure_two_hop":

@@ -224,6 +224,20 @@ def _plain(ids: Int64[Tensor, "B S+1"]) -> Batch:
     return Batch(ids, torch.ones(nowhere.shape), nowhere, nowhere.clone())
 
 
+def echo(rows: int, length: int, generator: torch.Generator) -> Batch:
+    """Nothing but triples ``x y x`` of random task symbols: the third asks for the token before this one.
+
+    It is no look-up and its answers are not marked; it teaches the step that every look-up of a pair begins with.
+    Weight 4 on third symbols, 0 elsewhere. Raises ``ValueError`` for no rows and no length.
+    """
+    _check_counts("echo", rows, length)
+    symbols = torch.randint(KEYS.start, ASK, (2, rows, length // 3 + 1), generator=generator)
+    ids = torch.stack((symbols[0], symbols[1], symbols[0]), -1).flatten(1)[:, : length + 1]
+    thirds = (torch.arange(1, length + 1) % 3 == 2).expand(rows, -1)
+    nowhere = torch.zeros(rows, length, dtype=torch.bool)
+    return Batch(ids, thirds * ANSWER_WEIGHT, nowhere, nowhere.clone())
+
+
 def pure_recall(rows: int, length: int, generator: torch.Generator, keys: int = 8, parity: Parity = "both") -> Batch:
     """Nothing but pairs ``k v``: each row has its own ``keys`` keys, and a key seen before is a question.
 
