@@ -1,7 +1,8 @@
 """What a result depends on: a hash of an experiment's parameters and of the code that it reaches.
 
 Reached code is followed through global names, function by function and class by class, inside v41lib. Comments and
-docstrings do not count, so prose may change without a measurement going stale; the shipped configurations do count.
+docstrings do not count, so prose may change without a measurement going stale; the shipped configurations do count, and
+so do the recorded results that an experiment's module names in ``RECORDED``, as patterns below ``data/``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def experiment_hash(experiment: Callable[..., Any], params: BaseModel | Mapping[
         digest.update(f"\n{name}\n{source}".encode())
     for path in sorted(data_path("configs").glob("*.json")):
         digest.update(path.name.encode() + path.read_bytes())
+    for pattern in getattr(inspect.getmodule(experiment), "RECORDED", ()):
+        for path in sorted(path for path in data_path().glob(pattern) if path.is_file()):
+            digest.update(path.relative_to(data_path()).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -38,7 +38,7 @@ SMALL = Recipe.model_validate(
     }
 )
 TINY = Config.from_dict({"image_token_id": 1000, "text_config": SMALL_TEXT | {"vocab_size": 384}})
-COLUMNS = ["loss", "text_bits", "index", "recall", "two_hop", "largest_load"]
+COLUMNS = ["loss", "text_bits", "index", "recall", "hop", "two_hop", "largest_load"]
 
 
 @pytest.fixture(autouse=True)

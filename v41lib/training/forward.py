@@ -32,13 +32,14 @@ class Switches:
     ``dense``: layers attend to every visible entry instead of a selection. ``without_global``: layers that see their
     window alone. ``blind`` ``[B]``: sequences in which the encoder sees its windows alone. ``restarts`` ``[B]``: the
     position at which the decoder's windows restart in each sequence, as in a bounded replay that begins there (SPEC
-    6); the global branch stays exact.
+    6); the global branch stays exact. ``depth``: how many layers run before the head reads; all of them when None.
     """
 
     dense: bool = False
     without_global: frozenset[int] = frozenset()
     blind: Bool[Tensor, " B"] | None = None
     restarts: Int[Tensor, " B"] | None = None
+    depth: int | None = None
 
     def rows(self, part: slice) -> Switches:
         """The switches of some of the sequences."""
@@ -79,7 +80,7 @@ def forward(model: Model, ids: Int[Tensor, "B S"], switches: Switches = PLAIN, p
     out = Output(torch.empty(0))
     experts = model.config.text.n_routed_experts
     rows: Rows = {}
-    for block in model.blocks:
+    for block in model.blocks[: switches.depth]:
         layer = block.plan.layer
 
         def record(name: str, value: Tensor, layer: int = layer) -> None:

@@ -70,6 +70,7 @@ class Losses:
     text_bits: float
     index: float
     recall: float
+    hop: float
     two_hop: float
     largest_load: float
 
@@ -102,20 +103,20 @@ def _describe(drawn: Draw, out: Output, targets: Tensor, loss: float, index: flo
     text = torch.tensor([task in ("text", "recall", "two_hop") for task in drawn.tasks], device=targets.device)
     plain = (targets < 256) & text.unsqueeze(-1)
     nats = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    hits = (logits.argmax(-1) == targets).cpu() & batch.answer
+    hits = (logits.argmax(-1) == targets).cpu()
 
-    def accuracy(of: tuple[str, ...]) -> float:
-        rows = torch.tensor([task in of for task in drawn.tasks])
-        asked = int(batch.answer[rows].sum())
-        return int(hits[rows].sum()) / asked if asked else float("nan")
+    def accuracy(of: tuple[str, ...], marked: Tensor) -> float:
+        asked = marked & torch.tensor([task in of for task in drawn.tasks]).unsqueeze(-1)
+        return int((hits & asked).sum()) / int(asked.sum()) if asked.any() else float("nan")
 
     loads = torch.stack(list(out.loads.values())).float()
     return Losses(
         loss=loss,
         text_bits=float(nats[plain].mean()) / 0.6931471805599453 if plain.any() else float("nan"),
         index=index,
-        recall=accuracy(("pure_recall", "recall")),
-        two_hop=accuracy(("pure_two_hop", "two_hop")),
+        recall=accuracy(("pure_recall", "recall"), batch.answer),
+        hop=accuracy(("pure_two_hop", "two_hop"), batch.hop),
+        two_hop=accuracy(("pure_two_hop", "two_hop"), batch.answer),
         largest_load=float((loads.amax(-1) / loads.mean(-1)).max()),
     )
 
@@ -234,7 +235,8 @@ class Run:
         mean = recent.mean()
         return (
             f"step {self.step}/{self.recipe.steps}  loss {mean['loss']:.3f}  text {mean['text_bits']:.3f} bits  "
-            f"index {mean['index']:.3f}  recall {mean['recall']:.2f}  two hops {mean['two_hop']:.2f}  "
+            f"index {mean['index']:.3f}  recall {mean['recall']:.2f}  "
+            f"one hop {mean['hop']:.2f}  two hops {mean['two_hop']:.2f}  "
             f"load {mean['largest_load']:.1f}  {rate:,.0f} tokens/s  {left:.0f} min left"
         )
 

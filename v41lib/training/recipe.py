@@ -40,7 +40,8 @@ class Stage(BaseModel):
     """A part of a run: up to step ``until``, so many ``rows`` of each task and ``length`` tokens.
 
     Several ``rows`` take turns, a step each. ``dense``: attention to every visible entry instead of a selection, while
-    the indexers learn from it. ``parity`` is that of planted pairs.
+    the indexers learn from it. ``parity`` is that of planted pairs. ``depth``: only so many layers run, so that what is
+    learned is learned there.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +51,7 @@ class Stage(BaseModel):
     rows: tuple[dict[Task, int], ...] = Field(min_length=1)
     dense: bool = False
     parity: Parity = "both"
+    depth: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _some_rows(self) -> Self:
@@ -193,7 +195,7 @@ def draw(recipe: Recipe, text: UInt8[Tensor, " N"], seed: int, step: int, purpos
     hops = torch.tensor([task in ("pure_two_hop", "two_hop") for task in tasks])
     blind = hops & (torch.rand(len(tasks), generator=generator) < recipe.blind)
     restarts = torch.randint(stage.length, (len(tasks),), generator=generator) if recipe.restarts else None
-    switches = Switches(dense=stage.dense, blind=blind if blind.any() else None, restarts=restarts)
+    switches = Switches(stage.dense, blind=blind if blind.any() else None, restarts=restarts, depth=stage.depth)
     return Draw(join(batches), tuple(tasks), switches)
 
 

@@ -57,7 +57,7 @@ def card(name: str, recipe: Recipe, record: dict[str, Any], table: pd.DataFrame,
     text = recipe.build_config().text
     packages = ", ".join(recipe.packages)
     shown = curve.assign(block=(curve["step"] // 100 + 1) * 100).groupby("block")
-    means = shown[["loss", "text_bits", "index", "recall", "two_hop"]].mean()
+    means = shown[["loss", "text_bits", "index", "recall", "hop", "two_hop"]].mean()
     lines = [f"| {step} | " + " | ".join(f"{v:.3f}" for v in row) + " |" for step, row in means.iterrows()]
     measured = [
         f"| {what} | {row['mean']:.3f} | {row['error']:.3f} | {row['rows']:.0f} |" for what, row in table.iterrows()
@@ -82,8 +82,8 @@ candidates. The configuration is `config.json`, the recipe `data/recipes/{name}.
 
 The curve, means over 100 steps (`{CURVE}` of the run, kept in `data/results/training/`):
 
-| up to step | loss, nats | text, bits a byte | indexers' KL | recall | two hops |
-|---|---|---|---|---|---|
+| up to step | loss, nats | text, bits a byte | indexers' KL | recall | one hop | two hops |
+|---|---|---|---|---|---|---|
 {chr(10).join(lines)}
 
 **Limits**: it has read {record["tokens"] / 1e6:.1f} million tokens of code and documentation, and is good for measuring
