@@ -276,3 +276,17 @@ def prefill_work(table: pd.DataFrame, lines: tuple[float, ...]) -> Figure:
         ax.minorticks_off()
         ax.set_xlabel("prompt, tokens")
     return fig
+
+
+def training_curves(models: dict[str, pd.DataFrame]) -> Figure:
+    """How did the models learn text? Bits per byte by step, a colour a model, a line a seed."""
+    use_style()
+    fig, ax = plt.subplots(figsize=(NARROW, 3.2))
+    for (name, curves), colour in zip(models.items(), (BLUE, ORANGE, GREEN), strict=False):
+        for number, (_, curve) in enumerate(curves.items()):
+            seen = curve.dropna()
+            ax.plot(seen.index, seen, color=colour, linewidth=1.2, label=name if number == 0 else None)
+    ax.set(xlabel="step", ylabel="bits per byte")
+    ax.set_title("How did the models learn text?")
+    ax.legend()
+    return fig
