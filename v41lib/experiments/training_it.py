@@ -137,18 +137,10 @@ def below_ngram(name: str, of: str = NGRAM) -> list[float]:
     return [1 - ours / theirs for ours, theirs in zip(table.loc[BITS], table.loc[of], strict=True)]
 
 
-def costs() -> pd.DataFrame:
-    """Tokens, steps and minutes of each recipe's recorded runs."""
-    rows = {}
-    for name in (*MODELS, BASE):
-        records = [json.loads((path / RECORD).read_text()) for path in runs(name)]
-        rows[name] = {
-            "steps": records[0]["steps"],
-            "tokens": records[0]["tokens"],
-            "minutes": median(record["minutes"] for record in records),
-            "seeds": len(records),
-        }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("recipe")
+def cost(name: str) -> tuple[int, float]:
+    """Tokens of a recipe's run, and the minutes that the median run took."""
+    records = [json.loads((path / RECORD).read_text(encoding="utf-8")) for path in runs(name)]
+    return records[0]["tokens"], median(record["minutes"] for record in records)
 
 
 # --- live -------------------------------------------------------------------------------------------------------------
@@ -302,6 +294,7 @@ def in_words(params: Params) -> dict[str, str]:
     """The numbers that the prose quotes and that do not depend on the machine, as text."""
     main, table = recipes.read("main"), evaluations("main")
     below, below_all = below_ngram("main"), below_ngram("main", NGRAM_ALL)
+    tokens, minutes = cost("main")
     text = main.build_config().text
     found, live = indexers(), reads(params)
     ours = found[[str(name).startswith("main") for name in found.index]]
@@ -312,8 +305,8 @@ def in_words(params: Params) -> dict[str, str]:
         "width": f"{text.hidden_size}",
         "window": f"{text.sliding_window}",
         "reach": f"{text.num_hidden_layers * (text.sliding_window - 1)}",
-        "tokens": f"{costs().loc['main', 'tokens'] / 1e6:.1f} million",
-        "minutes": f"{costs().loc['main', 'minutes']:.0f}",
+        "tokens": f"{tokens / 1e6:.1f} million",
+        "minutes": f"{minutes:.0f}",
         "train_mb": f"{len(corpus().train) / 1e6:.1f}",
         "heldout_mb": f"{len(corpus().heldout) / 1e6:.1f}",
         "files": f"{len(corpus().files):,}",

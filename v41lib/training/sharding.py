@@ -69,9 +69,11 @@ def restore(model: Model, optimiser: Optimisers, weights: dict[str, Tensor], sta
     for member in optimiser.members:
         for parameter, values in member.state.items():
             if isinstance(parameter, DTensor):
+                mesh, places, whole = parameter.device_mesh, parameter.placements, parameter.shape
                 for name, value in values.items():
                     if isinstance(value, Tensor) and value.dim():
-                        values[name] = DTensor.from_local(value, parameter.device_mesh, parameter.placements)
+                        stride = parameter.stride()
+                        values[name] = DTensor.from_local(value, mesh, places, shape=whole, stride=stride)
 
 
 @torch.no_grad()
