@@ -153,7 +153,7 @@ def test_the_output_is_rotated_back() -> None:
     attention.attn_sink.fill_(-math.inf)
     out, _ = attention(x, Shared())
     kv = attention.kv_norm(attention.wkv(x))
-    direct = attention._project(kv.unsqueeze(2).expand(-1, -1, 2, -1))
+    direct = attention.project(kv.unsqueeze(2).expand(-1, -1, 2, -1))
     # FP8 keeps three mantissa bits: relative error 2^-4 at most an element; without rotating back it is of order one
     assert (out - direct).norm() < 0.05 * direct.norm()
 
@@ -186,9 +186,9 @@ def test_groups_of_heads_do_not_mix_before_the_last_projection() -> None:
     attention.wo_b.weight[:4, :4] = torch.eye(4)  # read off the first group's four rows
     changed = out.clone()
     changed[:, :, 1] += 1
-    assert torch.equal(attention._project(out), attention._project(changed))
+    assert torch.equal(attention.project(out), attention.project(changed))
     first = out[:, :, 0] @ attention.wo_a.weight[:4].T
-    assert torch.allclose(attention._project(out)[..., :4], first, atol=1e-6)
+    assert torch.allclose(attention.project(out)[..., :4], first, atol=1e-6)
 
 
 # --- against the dense reference, on any schedule --------------------------------------------------------------------
