@@ -191,6 +191,10 @@ def train(
     try:
         if profile == "gpu" and not torch.cuda.is_available():
             raise ValueError("profile gpu needs a CUDA device, and torch sees none; profile ci runs on any machine")
+        if accept and (text is not None or profile != "ci"):
+            raise ValueError(
+                "--accept takes runs of the recorded text and of profile ci: leave out --text and --profile"
+            )
         recipe = recipes.read(name)
         sharding.join_others()
         device = "cuda" if profile == "gpu" else "cpu"

@@ -14,6 +14,7 @@ from tests.unit.support import SMALL as SMALL_TEXT
 from v41lib import checkpoint
 from v41lib.cli import main
 from v41lib.config import Config
+from v41lib.resources import data_path
 from v41lib.training import recipe as recipes
 from v41lib.training import weights
 from v41lib.training.evaluation import Size, evaluate
@@ -156,8 +157,21 @@ def test_a_finished_run_leaves_weights_that_do_what_was_measured(tmp_path: Path)
 
 def test_the_command_refuses_what_it_cannot_do() -> None:
     runner = CliRunner()
+    own_text = runner.invoke(main, ["train", "main", "--accept", "--text", "."])
+    assert own_text.exit_code == 1 and "--accept takes runs of the recorded text" in own_text.output
     unknown = runner.invoke(main, ["train", "nix"])
     assert unknown.exit_code == 1 and "no recipe 'nix'" in unknown.output
     if not torch.cuda.is_available():
         gpu = runner.invoke(main, ["train", "main", "--profile", "gpu"])
         assert gpu.exit_code == 1 and "needs a CUDA device" in gpu.output
+
+
+def test_recorded_runs_are_of_the_recipes_and_the_text_that_there_are() -> None:
+    records = {
+        path.parent.name: json.loads(path.read_text()) for path in data_path("results").glob("training/*/record.json")
+    }
+    assert len(records) >= 14
+    for folder, record in records.items():
+        name, _, seed = folder.rpartition("-")
+        assert (record["recipe"], record["seed"]) == (recipes.read(name).digest, int(seed)), folder
+        assert record["corpus"] == corpus().digest and record["processes"] == 1, folder

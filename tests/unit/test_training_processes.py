@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +14,8 @@ from v41lib.training.loop import CURVE
 
 # What a process runs: a small recipe, whatever the command line of the test says.
 SCRIPT = """
+import os
+import signal
 import sys
 from pathlib import Path
 import torch
@@ -29,7 +29,12 @@ sharding.join_others()
 recipe = SMALL.model_copy(update={"restarts": False})
 options = {"save_every": int(sys.argv[3]), "evaluate_every": 0, "say": lambda line: print(line, flush=True)}
 run = Run(recipe, Path(sys.argv[1]), **options)
-print("ready", flush=True)
+one_step, ends = run._one_step, int(sys.argv[4])
+def step_that_is_hit(first):
+    if run.step == ends - 1:  # a real signal, in the middle of the step
+        os.kill(os.getpid(), signal.SIGTERM)
+    one_step(first)
+run._one_step = step_that_is_hit
 try:
     run.go(int(sys.argv[2]))
 except KeyboardInterrupt as stop:
@@ -39,27 +44,21 @@ except KeyboardInterrupt as stop:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(folder: Path, until: int, save_every: int = 50, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(folder: Path, until: int, hit: int = 0, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """A process that trains up to a step, and in whose step number ``hit`` SIGTERM arrives (0: never)."""
     script = folder.parent / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, *launcher, str(script), str(folder), str(until), str(save_every)]
+    command = [sys.executable, *launcher, str(script), str(folder), str(until), "50", str(hit)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.timeout(180)
 def test_terminated_it_saves_and_goes_on_with_the_same_curve(tmp_path: Path) -> None:
-    cut = start(tmp_path / "cut", 6)
-    assert cut.stdout is not None
-    while not (tmp_path / "cut" / CURVE).exists():  # at least one step is done
-        assert cut.poll() is None
-        time.sleep(0.02)
-    cut.send_signal(signal.SIGTERM)
+    cut = start(tmp_path / "cut", 6, hit=4)
     said = cut.communicate(timeout=90)[0]
-    done = len(pd.read_csv(tmp_path / "cut" / CURVE))
-    if cut.returncode == 0:
-        pytest.skip("it had finished before the signal")
-    assert cut.returncode == 3 and f"stopped after step {done}" in said and 1 <= done < 6
+    assert cut.returncode == 3 and "stopped after step 4;" in said
+    assert pd.read_csv(tmp_path / "cut" / CURVE)["step"].tolist() == [0, 1, 2, 3]
     assert start(tmp_path / "cut", 6).wait(90) == 0
     whole = start(tmp_path / "whole", 6)
     assert whole.wait(90) == 0

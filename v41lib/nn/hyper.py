@@ -217,7 +217,7 @@ def _expanded(x: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 class _Expand(torch.autograd.Function):
-    """:func:`expand` with its gradient as four small products a token, instead of one pass for each pair of streams."""
+    """:func:`expand` with its gradient as sums of whole rows: autograd's own passes over axes of four are slow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ the optimisers keep (:mod:`v41lib.training.sharding`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -29,7 +30,7 @@ from v41lib.training.evaluation import QUICK, evaluate
 from v41lib.training.forward import Output, Switches, forward
 from v41lib.training.losses import balance_experts, next_token_loss
 from v41lib.training.optim import Optimisers, optimisers
-from v41lib.training.recipe import Draw, Recipe, draw
+from v41lib.training.recipe import IN_TEXT, Draw, Recipe, draw
 
 Say = Callable[[str], None]
 CHECKPOINT, CURVE, EVALS, RECORD = "checkpoint.pt", "curve.csv", "evals.csv", "record.json"
@@ -100,7 +101,7 @@ def train_step(stepper: Stepper, optimiser: Optimisers, recipe: Recipe, drawn: D
 @torch.no_grad()
 def _describe(drawn: Draw, out: Output, targets: Tensor, loss: float, index: float) -> Losses:
     logits, batch = out.logits.detach(), drawn.batch
-    text = torch.tensor([task in ("text", "recall", "two_hop") for task in drawn.tasks], device=targets.device)
+    text = torch.tensor([task in IN_TEXT for task in drawn.tasks], device=targets.device)
     plain = (targets < 256) & text.unsqueeze(-1)
     nats = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     hits = (logits.argmax(-1) == targets).cpu()
@@ -112,7 +113,7 @@ def _describe(drawn: Draw, out: Output, targets: Tensor, loss: float, index: flo
     loads = torch.stack(list(out.loads.values())).float()
     return Losses(
         loss=loss,
-        text_bits=float(nats[plain].mean()) / 0.6931471805599453 if plain.any() else float("nan"),
+        text_bits=float(nats[plain].mean()) / math.log(2) if plain.any() else float("nan"),
         index=index,
         recall=accuracy(("pure_recall", "recall"), batch.answer),
         hop=accuracy(("pure_two_hop", "two_hop"), batch.hop),

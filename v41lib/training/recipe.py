@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from v41lib.config import Config
+from v41lib.config import Config, preset
 from v41lib.resources import data_path
 from v41lib.training.forward import Switches
 from v41lib.training.optim import OptimSettings
@@ -120,7 +120,7 @@ class Recipe(BaseModel):
 
     def build_config(self) -> Config:
         """The configuration that is trained."""
-        return Config.from_file(self.model_config_file())
+        return preset(self.config)
 
     def stage(self, step: int) -> Stage:
         """The stage that ``step``, counted from 0, belongs to."""
